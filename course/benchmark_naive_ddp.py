@@ -1,4 +1,4 @@
-"""The hand-outs' naive_ddp: equality with one process, and what communication costs.
+"""The hand-outs' naive_ddp: equality with one process, and the cost of communication.
 
 python course/benchmark_naive_ddp.py --model toy
 srun --gpus-per-node=2 uv run course/benchmark_naive_ddp.py --model transformer
@@ -24,7 +24,7 @@ def toy_model() -> nn.Module:
 
 
 def compare_with_baseline(ranks: int | None) -> int:
-    """Trains a toy on all ranks together and alone on all data, and compares the weights."""
+    """Trains a toy model on all ranks and on one with all data, and compares the weights."""
     with distributed_session(ranks_per_host=default_ranks(ranks)) as session:
         alone = toy_model().to(session.device)
         together = NaiveDataParallel(toy_model().to(session.device))
@@ -50,7 +50,7 @@ def compare_with_baseline(ranks: int | None) -> int:
 
 
 def main() -> int:
-    """Runs what was asked for."""
+    """Runs the comparison for the toy model, or the benchmark for the Transformer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=("toy", "transformer"), default="transformer")
     add_arguments(parser)

@@ -1,4 +1,4 @@
-"""The hand-outs' improved containers: flat, one message per parameter, and buckets.
+"""Times the hand-outs' improved containers: flat, one message per parameter, and buckets.
 
 srun --gpus-per-node=2 uv run course/benchmark_optimized_ddp.py --mode flat
 srun --gpus-per-node=2 uv run course/benchmark_optimized_ddp.py --mode individual

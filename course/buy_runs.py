@@ -1,11 +1,12 @@
-"""Buys runs from the courses' training service: learning rates first, then what a design chooses.
+"""Buys runs from the courses' training service: learning rates first, then runs by design.
 
     python course/buy_runs.py http://ADDRESS --budget 2e18 --target 1e19 > bought.jsonl
 
-A learning rate that is off by a factor costs as much loss as a model that is off by ten, so a
-small share of the budget goes into its law: a few sizes, a few rates each, one parabola with a
-common curvature whose vertex moves with log N. Losses bought at other rates are corrected by it.
-The rest is spent in rounds; after each, all runs so far choose those of the next.
+A wrong learning rate can cost as much loss as a model size that is off by a factor of ten. A small
+share of the budget therefore goes into the learning-rate law: a few rates at a few sizes, fitted by
+parabolas with a common curvature and a vertex that moves with log N. The law corrects losses bought
+at other rates. The rest is spent in rounds; all runs so far determine those of the next round.
+Prints one record per run, and one of the design.
 """
 
 import argparse
@@ -51,7 +52,7 @@ _ASPECT_RANGE = (12, 130)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Purchase:
-    """A run that was bought."""
+    """A bought run and its loss."""
 
     request: RunRequest
     loss: float
@@ -64,26 +65,26 @@ class RateLaw:
     level: float
     slope: float
     curvature: float
-    """Log loss that a rate off by an e-fold adds, quadratically."""
+    """Log loss added per squared e-fold of the rate from the best one."""
 
     def best(self, parameters: float) -> float:
-        """Returns the best learning rate that the service takes."""
+        """Returns the best learning rate within the service's range."""
         rate = np.exp(self.level + self.slope * np.log(parameters / 1e7))
         return float(np.clip(rate, *LEARNING_RATE_RANGE))
 
     def excess(self, request: RunRequest) -> float:
-        """Returns the log loss that a request's learning rate adds to the best one's."""
+        """Returns the log loss that a request's learning rate adds over the best one."""
         middle = self.level + self.slope * np.log(request.parameters / 1e7)
         return float(self.curvature * (np.log(request.learning_rate) - middle) ** 2)
 
 
 UNTUNED = RateLaw(level=float(np.log(6e-4)), slope=-0.15, curvature=0.0)
-"""What is assumed where rates that were tried show no best one."""
+"""The law that is assumed if the rates tried show no optimum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Campaign:
-    """Everything that was bought, and what is known after it."""
+    """All purchases, the learning-rate law, and the belief about the surface."""
 
     purchases: tuple[Purchase, ...]
     rates: RateLaw
@@ -123,7 +124,7 @@ def run_campaign(service: TrainingService, budget: float, target: float) -> Camp
         known = as_sweep(purchases, rates)
         candidates = service_candidates(learn_from(known), left, target, rates)
         plan = propose_runs(known, candidates, budget=left, target=target)
-        # Early rounds buy a part of the plan, cheapest first: it will change as they are known.
+        # Early rounds buy only the cheapest part of the plan, because their losses will change it.
         plan.sort(key=lambda request: request.train_flops)
         share = (number + 1) / _NUM_ROUNDS
         for request in plan[: int(np.ceil(share * len(plan)))]:
@@ -151,7 +152,7 @@ def scout_learning_rates(service: TrainingService, budget: float) -> tuple[Purch
 
 
 def fit_rate_law(purchases: tuple[Purchase, ...]) -> RateLaw:
-    """Fits one curvature and a vertex that moves with log N to runs that differ in their rate."""
+    """Fits one curvature and a vertex that moves with log N to runs with different rates."""
     sizes = np.array([run.request.parameters for run in purchases], dtype=np.float64)
     rates = np.log([run.request.learning_rate for run in purchases])
     groups = np.unique(sizes, return_inverse=True)[1]
@@ -167,7 +168,7 @@ def fit_rate_law(purchases: tuple[Purchase, ...]) -> RateLaw:
 
 
 def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
-    """Returns runs as a sweep, their losses corrected to the best learning rate."""
+    """Returns runs as a sweep, with losses corrected to the best learning rate."""
     return Sweep.from_arrays(
         parameters=[run.request.parameters for run in purchases],
         compute=[run.request.train_flops for run in purchases],
@@ -178,7 +179,7 @@ def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
 def service_candidates(
     belief: Belief, budget: float, target: float, rates: RateLaw
 ) -> list[RunRequest]:
-    """Returns the runs that the service sells and that tell of a target, one per size and FLOPs."""
+    """Returns the service's runs that are informative for a target, one per size and FLOPs."""
     sizes = _shapes()[0]
     ladder = np.geomspace(sizes.min(), sizes.max(), _NUM_SIZES)
     requests = {}
@@ -194,7 +195,7 @@ def service_candidates(
 
 
 def shape_request(parameters: float, train_flops: float, learning_rate: float) -> RunRequest:
-    """Returns the request whose model is nearest to a size, within the service's ranges."""
+    """Returns the request with the model nearest to a size, within the service's ranges."""
     sizes, widths, depths = _shapes()
     index = int(np.abs(np.log(sizes / parameters)).argmin())
     width = int(widths[index])
@@ -226,7 +227,7 @@ def _shapes() -> tuple[Array, Array, Array]:
 
 
 def main() -> int:
-    """Buys runs, prints their records and, on stderr, what is known after them."""
+    """Buys runs; prints their records and, on stderr, the predicted best model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("service", metavar="URL", help="the service's address")
     parser.add_argument("--budget", type=float, required=True, help="FLOPs of all runs together")

@@ -1,4 +1,4 @@
-"""What the two data-parallel scripts of the courses share: one strategy, timed on every rank."""
+"""Shared code of the courses' data-parallel scripts: times one strategy on every rank."""
 
 import argparse
 import statistics
@@ -23,7 +23,7 @@ SIZES = ("xl", "large", "medium", "small", "bytes-34M")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what both scripts accept beyond the hand-outs' own flags."""
+    """Adds the arguments that both scripts accept beyond the hand-outs' own flags."""
     parser.add_argument(
         "--size",
         choices=preset_names(),
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_ranks(ranks: int | None) -> int | None:
-    """Two ranks on a machine without GPUs; elsewhere one per GPU."""
+    """Returns `ranks` if given; otherwise 2 without GPUs, or None for one rank per GPU."""
     return ranks if ranks is not None or torch.cuda.is_available() else 2
 
 
 def benchmark(
     arguments: argparse.Namespace, strategy: StrategyName, bucket_size_mb: float | None
 ) -> None:
-    """Times one strategy and prints its iteration and communication time."""
+    """Times one strategy and prints its iteration and communication times."""
     with distributed_session(ranks_per_host=default_ranks(arguments.ranks)) as session:
         size = arguments.size or largest_that_fits(arguments, session.device)
         sweep = DataParallelSweep(
@@ -83,18 +83,18 @@ def benchmark(
 
 
 def largest_that_fits(arguments: argparse.Namespace, device: torch.device) -> str:
-    """Returns the largest of the courses' sizes that this machine's memory can hold."""
+    """Returns the largest of the courses' sizes that fits in this machine's memory."""
     usable = usable_memory_bytes(device)
     sharers = 1 if device.type == "cuda" else dist.get_world_size()
     batch = BatchShape(num_sequences=arguments.batch_size, context_length=arguments.context_length)
     chosen = SIZES[-1]
     for size in SIZES:
         needed = minimum_step_bytes(model_preset(size), batch, precision_preset("float32"), "train")
-        # Beside the least that a step needs, activations and a copy of gradients on their way.
+        # 25% more than a step's minimum, for activations and a copy of gradients in flight.
         if usable is None or 1.25 * needed * sharers <= usable:
             chosen = size
             break
-    # The ranks may have seen different amounts of free memory: the first rank decides.
+    # Ranks may see different amounts of free memory, so the first rank decides.
     agreed = [chosen]
     dist.broadcast_object_list(agreed, src=0, device=device)
     return agreed[0]

@@ -1,4 +1,4 @@
-"""The hand-outs' sharded optimizer: peak memory at three instants, and what a step takes.
+"""Measures the hand-outs' sharded optimizer: peak memory at three instants, and step time.
 
 python course/sharding_optimizer.py
 srun --gpus-per-node=2 uv run course/sharding_optimizer.py --size xl
@@ -30,7 +30,7 @@ INSTANTS = {
 
 
 def report(title: str, result: OptimizerResult) -> None:
-    """Prints what was measured of one strategy."""
+    """Prints the measurements of one strategy."""
     print(f"{title}:")
     for instant, text in INSTANTS.items():
         parts = result.memory[instant]

@@ -1,8 +1,8 @@
-"""The training service that sells runs: its requests, its ranges, and how to ask it.
+"""The training service that sells runs: its requests, their ranges, and an HTTP client.
 
 The interface is that of the courses' service of 2025: GET /loss with a model's shape, batch size,
-learning rate and FLOPs answers with the final loss and the FLOPs used so far. The same request
-asked again is free. Whatever answers `query` will do: a server, or an object in a test.
+learning rate and FLOPs returns the final loss and the FLOPs used so far. A repeated request is
+free. Any object with a `query` method is a service: an HTTP client, or a fake in a test.
 """
 
 import dataclasses
@@ -64,23 +64,23 @@ class RunRequest:
 
     @property
     def parameters(self) -> int:
-        """Parameters outside of the embedding, as the course counts them: 12 layers d_model²."""
+        """Parameters outside the embedding, as the course counts them: 12 layers d_model²."""
         return 12 * self.num_layers * self.d_model**2
 
     @property
     def tokens(self) -> float:
-        """Tokens that the FLOPs pay for."""
+        """Training tokens that the FLOPs allow."""
         return float(tokens_for(self.train_flops, self.parameters))
 
     @property
     def cost(self) -> float:
-        """What the service charges: its FLOPs."""
+        """Price of the run: its FLOPs."""
         return self.train_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the service answers."""
+    """The service's answer to a request."""
 
     loss: float
     total_flops_used: float
@@ -91,24 +91,24 @@ class Reply:
 
 
 class TrainingService(Protocol):
-    """Whoever sells runs."""
+    """A service that sells runs."""
 
     def query(self, request: RunRequest) -> Reply:
-        """Trains, or remembers, a run."""
+        """Returns the loss of a new or repeated run."""
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: keys in the address are for this service alone."""
+    """Rejects redirects: keys in the address are for this service only."""
 
     def redirect_request(self, *_arguments: object) -> None:
-        """Makes every redirection an error."""
+        """Makes every redirect an error."""
 
 
 _OPENER = urllib.request.build_opener(_StayHere)
 
 
 class HttpTrainingService:
-    """A service at an address; what its address carries (a key, say) is sent along."""
+    """A service at a URL; the URL's query fields, such as a key, are sent with each request."""
 
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -117,10 +117,10 @@ class HttpTrainingService:
         self._parts = parts
 
     def query(self, request: RunRequest) -> Reply:
-        """Asks for one run."""
+        """Requests one run."""
         fields = dict(urllib.parse.parse_qsl(self._parts.query))
         fields |= {name: str(value) for name, value in dataclasses.asdict(request).items()}
-        # The service knows budgets as whole numbers.
+        # The service expects budgets as integers.
         fields["train_flops"] = str(int(request.train_flops))
         address = self._parts._replace(
             path=self._parts.path.rstrip("/") + "/loss", query=urllib.parse.urlencode(fields)
@@ -141,7 +141,7 @@ class HttpTrainingService:
 
 
 def _read(answer: IO[bytes]) -> bytes:
-    """Reads an answer, which may neither drip for ever nor fill the memory."""
+    """Reads an answer, with limits on its time and size."""
     deadline = time.monotonic() + _TIMEOUT_S
     content = b""
     while chunk := answer.read(_CHUNK_BYTES):

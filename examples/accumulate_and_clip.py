@@ -1,9 +1,9 @@
-"""A loop as trainers write it: it accumulates over micro-batches, weights ranks, and clips.
+"""A typical training loop with gradient accumulation, weighted ranks and clipping.
 
-Nothing here waits for communication: gradients are averaged when backward returns, and passes
-inside no_sync() stay local until the next one outside. The same global batches are divided among
-however many ranks there are; each rank counts by the number of its sequences, so that the printed
-losses do not depend on how they are divided.
+No explicit wait for communication is needed: gradients are averaged when backward returns, and
+passes inside no_sync() stay local until the next one outside. The same global batches are divided
+among any number of ranks. Each rank is weighted by its number of sequences, so that the printed
+losses do not depend on the division.
 
     python examples/accumulate_and_clip.py --ranks 2
 """

@@ -1,6 +1,6 @@
-"""Every rank contributes its number plus one; every rank checks the sum.
+"""Every rank contributes its number plus one and checks the sum.
 
-The same file runs by itself, under torchrun, under Slurm and in the lab:
+The same file runs directly, under torchrun, under Slurm and in the lab:
 
     python examples/all_reduce.py --ranks 2
     torchrun --nproc-per-node 2 examples/all_reduce.py

@@ -1,11 +1,11 @@
-"""One loop for every strategy, ours and torch's: only the name differs.
+"""One loop for every strategy, Paceline's and torch's: only the name differs.
 
-The same global batches are divided among however many ranks there are, so that the printed losses
-depend neither on their number nor on the strategy:
+The same global batches are divided among any number of ranks, so that the printed losses depend
+neither on the number of ranks nor on the strategy:
 
     python examples/any_strategy.py sharded torch_fsdp2 --ranks 2 --max-norm 1
 
-A strategy that steps in backward (sharded_per_bucket) cannot clip, as the norm is known too late.
+A strategy that steps in backward (sharded_per_bucket) cannot clip: the norm is known too late.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def train(strategy: StrategyName, session: Session, max_norm: float | None) -> l
     losses = []
     for step in range(STEPS):
         total = torch.zeros((), device=session.device)
-        # torch's DDP learns its static graph in the first pass, which must be averaged.
+        # torch's DDP records its static graph in the first pass, which must be synchronized.
         num_passes = ACCUMULATION if step else 1
         for micro in range(num_passes):
             batch = torch.randint(64, (GLOBAL_BATCH, CONTEXT + 1), generator=generator)

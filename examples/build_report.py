@@ -1,4 +1,4 @@
-"""Answers the courses' questions from a store, and prints what is not measured yet.
+"""Builds the courses' report from a store, and prints the commands of missing measurements.
 
 python examples/build_report.py paceline-records.jsonl
 """

@@ -1,4 +1,4 @@
-"""One step of a Transformer split over tensor ranks, its optimizer state sharded over the others.
+"""Trains a Transformer for one step with tensor parallelism and sharded parameters (ZeRO-3).
 
     python examples/layout.py --ranks 4
     torchrun --nproc-per-node 4 examples/layout.py
@@ -29,7 +29,7 @@ with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as sessio
         tensor=2, shard=session.world_size // 2, sharding="parameters", sequence_parallel=True
     )
     groups = MeshGroups(layout, session.rank, session.world_size, session.device)
-    torch.manual_seed(0)  # The same weights on all ranks, of which each keeps its part.
+    torch.manual_seed(0)  # Same weights on all ranks; each rank keeps its part.
     model = TransformerLM(model_preset("bytes-6M")).to(session.device)
     apply_layout(model, groups)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Attention whose memory grows with the sequence, not with its square, and how to ask who does it.
+"""Attention with memory linear in the sequence length, and which backend computes it.
 
 python examples/long_context.py
 """
@@ -10,7 +10,7 @@ from paceline.kernels import explain_backend, flash_attention
 # --8<-- [start:attention]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 query = torch.randn(1, 8, 2048, 64, device=device, requires_grad=True)
-# Two key heads, each for four query heads; the keys of 1,024 earlier tokens are cached.
+# Two key heads, each for four query heads; the keys include those of 1,024 cached tokens.
 key, value = (torch.randn(1, 2, 3072, 64, device=device, requires_grad=True) for _ in range(2))
 
 print(explain_backend(device))
@@ -19,7 +19,7 @@ output.sum().backward()
 # --8<-- [end:attention]
 
 # --8<-- [start:parts]
-# Keys in two parts, as ring attention has them: the sums tell how to mix the outputs.
+# Keys in two parts, as in ring attention: the log-sum-exps determine the outputs' weights.
 parts = [
     flash_attention(query, *keys_and_values, causal=False, return_lse=True)
     for keys_and_values in zip(key.chunk(2, dim=2), value.chunk(2, dim=2), strict=True)

@@ -1,4 +1,4 @@
-"""Prints the tokens per second of every step in a store, newest record of each case."""
+"""Prints the tokens per second of every `step` case in a store, from its newest record."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Reads batches of a prepared dataset, stops, and goes on with another number of ranks.
+"""Reads batches of a prepared dataset, stops, and resumes with another number of ranks.
 
     paceline data prepare corpus --tokenizer bytes --out tokens
     python examples/read_tokens.py tokens
 
-Which sample is in which step depends on the seed alone. Two ranks read the first three steps, three
-ranks go on from their state, and the digests are those of one rank that reads all six.
+The order of samples depends on the seed alone. Two ranks read the first three steps, three ranks
+resume from their state, and the digests equal those of one rank that reads all six.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from paceline.data.loader.loader import TokenLoader
 
 # --8<-- [start:read]
 def read(config: LoaderConfig, world_size: int, num_steps: int, state: dict | None) -> list[dict]:
-    """Lets every rank read some steps; returns the state that each leaves, and prints digests."""
+    """Reads steps on every rank and prints their digests; returns the final state of each rank."""
     loaders = [TokenLoader(config, rank=rank, world_size=world_size) for rank in range(world_size)]
     for loader in loaders:
         if state is not None:

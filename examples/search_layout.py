@@ -1,4 +1,4 @@
-"""Searches the layouts of Llama 3 8B on 16 GPUs, and explains why another is slower."""
+"""Searches the layouts of Llama 3 8B on 16 GPUs, and explains why another layout is slower."""
 
 from paceline.core import find_device, model_preset
 from paceline.planner.calibrations.store import find_calibration

@@ -1,7 +1,7 @@
-"""Gradients and optimizer state sharded over ranks (ZeRO-2); saved by two, continued by three.
+"""Trains with sharded gradients and optimizer state (ZeRO-2); saves on two ranks, resumes on three.
 
-Each rank has an equal shard of every bucket of parameters. The same global batches are divided
-among however many ranks there are, so that the printed losses do not depend on their number, nor on
+Each rank owns an equal shard of every bucket of parameters. The same global batches are divided
+among any number of ranks, so that the printed losses depend neither on the number of ranks nor on
 whether the run was interrupted:
 
     python examples/sharded_training.py --ranks 2 --steps 3 --checkpoint checkpoint
@@ -47,7 +47,7 @@ with distributed_session(ranks_per_host=arguments.ranks, timeout_s=60) as sessio
         )
         own = batch[session.rank :: session.world_size].to(session.device)
         loss = next_token_loss(model(own[:, :-1]), own[:, 1:])
-        loss.backward()  # Gradients are reduce-scattered meanwhile.
+        loss.backward()  # Overlaps the reduce-scatter of gradients.
         model.clip_grad_norm_(1.0)
         optimizer.step()  # The all-gather of the new parameters overlaps the next forward pass.
         optimizer.zero_grad()

@@ -1,10 +1,10 @@
-"""What `flash_attention` costs over torch's own attention on a CPU, and what its tiles take.
+"""Measures the overhead of `flash_attention` over torch's own attention on a CPU.
 
-Causal attention of one sequence, 8 heads of 64, float32. Both ways run in turn, call by call, in
-one process and over the same inputs, so that whatever else the machine does falls on both. Appends
-one comparison record per length and phase to a store: what `flash_attention` chooses here against
-torch's `scaled_dot_product_attention`, forward, and forward with backward; then its tiled backend
-against the same, with backward.
+The case is causal attention of one sequence, 8 heads of 64, float32. The calls of both alternate in
+one process on the same inputs, so that other load on the machine affects both. Appends one
+`comparison` record per length and phase to the store. First, the backend that `flash_attention`
+chooses is compared with torch's `scaled_dot_product_attention`, in forward and in forward with
+backward. Then the tiled backend is compared with the same, in forward with backward.
 
     python scripts/attention_overhead.py results/attention-overhead.jsonl
 """
@@ -38,7 +38,7 @@ Way = Callable[[], object]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A backend beside torch's attention."""
+    """A backend to compare with torch's attention."""
 
     backend: AttentionBackend
     subject: str
@@ -47,7 +47,7 @@ class Comparison:
 
 
 def comparisons() -> Iterator[Comparison]:
-    """Yields what is compared, the shorter lengths first."""
+    """Yields the comparisons: first of the default backend, then of the tiled one."""
     for length in ROUNDS:
         for phase in ("forward", "forward-backward"):
             yield Comparison(backend="auto", subject="flash_attention", phase=phase, length=length)
@@ -61,7 +61,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def both_ways(comparison: Comparison) -> tuple[Way, Way]:
-    """Returns one call of ours and one of torch's, over the same inputs."""
+    """Returns one call of ours and one of torch's, on the same inputs."""
     torch.manual_seed(0)
     size = (1, HEADS, comparison.length, HEAD_DIM)
     inputs = [torch.randn(size, requires_grad=True) for _ in range(3)]
@@ -90,7 +90,7 @@ def measure(comparison: Comparison, rounds: int) -> tuple[list[float], list[floa
     ways = both_ways(comparison)
     samples: tuple[list[float], list[float]] = ([], [])
     for round_index in range(-WARMUP, rounds):
-        # Each goes first in every second round, so that neither always follows the other.
+        # Alternate the order, so that neither always runs second.
         for way in (0, 1) if round_index % 2 else (1, 0):
             started = time.perf_counter()
             ways[way]()
@@ -108,7 +108,7 @@ def main() -> int:
     arguments = parser.parse_args()
     for comparison in comparisons():
         rounds = arguments.rounds or ROUNDS[comparison.length]
-        # Torch could otherwise choose another kernel than the fused one, and say nothing.
+        # Otherwise torch could silently choose another kernel than the fused one.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             subject, baseline = measure(comparison, rounds)
         ratio = ratio_metric(subject, baseline)

@@ -1,13 +1,15 @@
-"""Gradients and losses that are not finite, and ranks that are slow or stopped: found and named.
+"""Injects non-finite steps, slow ranks and stopped ranks, and checks that each is detected.
 
     python scripts/bad_steps.py results/bad-steps.jsonl
 
-- Not finite: one rank's gradients become NaN, or the loss of its batch infinite, in many steps of
-  one run. All ranks must leave out the same batches, so that losses and parameters are to the bit
-  those of a run that never saw them, and every other sample must be used exactly once.
-- Slow: a rank takes half as long again from some step on. It must be named within ten steps, and
-  no other rank before or after.
-- Stopped: a rank gets SIGSTOP for five seconds. It must be named in the first step after.
+- Non-finite: in many steps of one run, one rank's gradients become NaN or the loss of its batch
+  infinite. All ranks must skip the same batches: losses and parameters must be bit-identical to
+  those of a run without these batches, and every other sample must be used exactly once.
+- Slow: from some step on, a rank takes 1.5 times as long. It must be named within ten steps, and no
+  other rank may ever be named.
+- Stopped: a rank receives SIGSTOP for five seconds. It must be named in the first step after that.
+
+Appends one `fault` record per fault and strategy to the store.
 """
 
 import argparse
@@ -39,7 +41,7 @@ from tests.processes import process_of_rank
 
 STRATEGIES = ("bucketed", "sharded", "fully_sharded")
 _STEP_S = 0.06
-"""Most of a step is asleep, so that other work on the machine matters less."""
+"""Sleep per step. It is most of a step, so that other load on the machine matters less."""
 _KINDS: tuple[Literal["nan", "infinite"], ...] = ("nan", "infinite")
 _FEWEST_STEPS, _WITHIN = 12, 10
 _STOPPED_S = 5.0
@@ -48,7 +50,7 @@ _WAS_STOPPED = r"rank (\d+) was stopped for [4-9][. ]"
 
 
 def not_finite(base: RunConfig, strategy: str, number: int, seed: int) -> int:
-    """Poisons steps of a run; returns how many of them were not left out, and only they."""
+    """Poisons `number` steps of a run; returns how many were handled incorrectly."""
     chance = random.Random(seed)
     num_steps = 2 * number
     bad = sorted(chance.sample(range(2, num_steps), number))
@@ -74,12 +76,12 @@ def not_finite(base: RunConfig, strategy: str, number: int, seed: int) -> int:
     )
     _, findings = audit_run(pathlib.Path(skipping.out))
     if not is_equal or findings:
-        return number  # Nobody knows which step it was.
+        return number  # The responsible step is unknown: count all.
     return abs(number - num_skipped)
 
 
 def slow(base: RunConfig, strategy: str, seed: int) -> int:
-    """Slows a rank down; returns 1 unless it was named in time, and nobody else was."""
+    """Slows a rank down; returns 0 if it was named in time and no other rank was, else 1."""
     chance = random.Random(seed)
     num_steps = 2 * _FEWEST_STEPS + _WITHIN
     rank, since = chance.randrange(2), chance.randint(_FEWEST_STEPS, 2 * _FEWEST_STEPS)
@@ -106,7 +108,7 @@ def slow(base: RunConfig, strategy: str, seed: int) -> int:
 
 
 def stopped(base: RunConfig, number: int, seed: int) -> int:
-    """Stops ranks of one run now and then; returns how often that was not told of the right one."""
+    """Stops random ranks of one run; returns how many stops were not attributed correctly."""
     chance = random.Random(seed)
     config = changed(base, "stopped", training={"steps": 10**7}, checkpoint={"every_steps": 10**6})
     command = [sys.executable, "-m", "paceline", "train", str(write_config(config))]
@@ -141,7 +143,7 @@ def stopped(base: RunConfig, number: int, seed: int) -> int:
 
 
 def main() -> int:
-    """Tries, prints and records."""
+    """Injects all faults, and prints and records the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=50, help="that are not finite, by strategy")

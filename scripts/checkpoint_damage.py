@@ -1,10 +1,9 @@
-"""Checkpoints that are damaged at random: found every time, and the one before is loaded instead.
+"""Damages checkpoints at random, and checks that the previous one is loaded instead.
 
-Each trial damages the newest of two checkpoints in one way, then loads as a run does at its start.
-The damage is found if what was loaded is the older checkpoint, to the bit, and the message names
-the newer one. A trial after which the newer is loaded with other content than was saved, or nothing
-is, counts as lost. Damage that leaves every byte as it was, like a swap of two equal files, is not
-tried.
+Each trial damages the newer of two checkpoints in one way, then loads as a run does when it starts.
+The damage is found if the older checkpoint is loaded bit for bit and the message names the newer
+one. Any other result counts as lost. Damage that changes no byte, such as swapping two equal files,
+is not tried. Appends one `fault` record per kind of damage to the store.
 
     python scripts/checkpoint_damage.py results/checkpoint-damage.jsonl
 """
@@ -28,14 +27,14 @@ from paceline.training.checkpoint.restore import Source, load_newest_valid
 
 OLDER, NEWER = 1, 2
 _LONGEST_RUN = 4096
-"""Bytes that a lost block takes along at most."""
+"""Largest number of bytes that are zeroed or appended."""
 
 Damage = Callable[[list[pathlib.Path], random.Random], str]
-"""Damages files of a checkpoint, and says which."""
+"""Damages files of a checkpoint; returns the name of a damaged file."""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """Returns what is saved at a step: a few tensors, each in a file of its own."""
+    """Returns the state at a step: a few tensors, each saved in its own file."""
     torch.manual_seed(step)
     return dict(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).state_dict())
 
@@ -50,14 +49,14 @@ def flip_bit(files: list[pathlib.Path], chance: random.Random) -> str:
 
 
 def cut(files: list[pathlib.Path], chance: random.Random) -> str:
-    """Cuts a file anywhere, down to nothing."""
+    """Truncates a file at a random offset, possibly to zero bytes."""
     file, place = _any_byte(files, chance)
     os.truncate(file, place)
     return file.name
 
 
 def extend(files: list[pathlib.Path], chance: random.Random) -> str:
-    """Adds bytes at the end of a file."""
+    """Appends random bytes to a file."""
     file = chance.choice(files)
     with file.open("ab") as content:
         content.write(chance.randbytes(chance.randint(1, _LONGEST_RUN)))
@@ -65,7 +64,7 @@ def extend(files: list[pathlib.Path], chance: random.Random) -> str:
 
 
 def zero(files: list[pathlib.Path], chance: random.Random) -> str:
-    """Replaces a run of bytes by zeros, as a lost block does."""
+    """Replaces a run of bytes with zeros, like a lost block."""
     while True:
         file, place = _any_byte(files, chance)
         content = bytearray(file.read_bytes())
@@ -84,7 +83,7 @@ def delete(files: list[pathlib.Path], chance: random.Random) -> str:
 
 
 def swap(files: list[pathlib.Path], chance: random.Random) -> str:
-    """Swaps the content of two files that differ."""
+    """Swaps the contents of two files that differ."""
     while True:
         one, other = chance.sample(files, 2)
         first, second = one.read_bytes(), other.read_bytes()
@@ -94,7 +93,7 @@ def swap(files: list[pathlib.Path], chance: random.Random) -> str:
 
 
 def age(files: list[pathlib.Path], chance: random.Random) -> str:
-    """Replaces a file by that of the older checkpoint."""
+    """Replaces a file with that of the older checkpoint."""
     file = chance.choice(files)
     older = pathlib.Path(str(file).replace(f"step-{NEWER:08}", f"step-{OLDER:08}"))
     shutil.copyfile(older, file)
@@ -113,13 +112,13 @@ DAMAGES: dict[str, Damage] = {
 
 
 def _any_byte(files: list[pathlib.Path], chance: random.Random) -> tuple[pathlib.Path, int]:
-    """Returns a byte of all, each as likely as any other in its file."""
+    """Returns a random file and a uniformly random offset in it."""
     file = chance.choice(files)
     return file, chance.randrange(file.stat().st_size)
 
 
 def try_damage(saved: pathlib.Path, place: pathlib.Path, damage: Damage, seed: int) -> str:
-    """Returns what went wrong; nothing if the older checkpoint was loaded."""
+    """Returns the problem of one trial; empty if the older checkpoint was loaded."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(saved, place)
     files = sorted(path for path in (place / f"step-{NEWER:08}").rglob("*") if path.is_file())
@@ -144,7 +143,7 @@ def try_damage(saved: pathlib.Path, place: pathlib.Path, damage: Damage, seed: i
 
 
 def main() -> int:
-    """Damages, loads, prints and records."""
+    """Runs all trials, and prints and records their results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--trials", type=int, default=300, help="of each sort")

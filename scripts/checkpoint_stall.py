@@ -1,10 +1,10 @@
-"""What checkpoints cost a training run: saved at once, and saved while training goes on.
+"""Measures the cost of checkpoints to a training run: synchronous, asynchronous and in memory.
 
-Two ranks train bytes-34M with AdamW on random tokens, in rounds of 20 steps. A round ends with no
-checkpoint, with one that is written at once, with one that is written during the next steps, or
-with one that is kept in memory with a replica, as if each rank were a host; they take turns. Each
-kind of round is timed whole, with whatever its save still takes from the steps after it: before a
-round begins, nothing is under way. Appends one comparison record per kind to a store.
+Two ranks train bytes-34M with AdamW on random tokens, in rounds of 20 steps. A round begins with no
+checkpoint, with a synchronous one, with an asynchronous one that is written during the next steps,
+or with one that is kept in memory with a replica, as if each rank were a host. The four kinds take
+turns. A round's time includes the slowdown of the steps after the save; no save is in flight when a
+round begins. Appends one `comparison` record per kind of checkpoint to the store.
 
     python scripts/checkpoint_stall.py results/checkpoint-stall.jsonl [--strategy sharded]
 """
@@ -37,7 +37,7 @@ KINDS = ("none", "synchronous", "asynchronous", "in memory")
 def train(
     rank: int, world_size: int, options: dict[str, str | int], place: str, memory: str
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each kind's rounds, and how long `save` itself has taken."""
+    """Returns the seconds of each kind's rounds and of their calls to `save`."""
     torch.manual_seed(0)
     shape = model_preset(MODEL)
     strategy = options["strategy"]
@@ -61,7 +61,7 @@ def train(
             stalled = 0.0
             for step in range(options["steps"]):
                 if step == 0 and kind != "none":
-                    # First, so that all of what it takes from other steps falls into the round.
+                    # Save first, so that its whole effect on later steps falls into the round.
                     checkpointer = checkpointers[kind]
                     state = training_state(model, {"main": optimizer})
                     checkpointer.save(number, state, {"step": number})
@@ -83,7 +83,7 @@ def train(
 
 
 def main() -> int:
-    """Measures, prints and records."""
+    """Measures, prints and records the cost."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
     parser.add_argument("--strategy", default="bucketed")

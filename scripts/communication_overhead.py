@@ -1,7 +1,7 @@
-"""What Paceline's harness costs over a bare loop around all_reduce.
+"""Measures the overhead of Paceline's harness over a bare loop around all_reduce.
 
-Two ranks on loopback; both ways run in turn, call by call, over buffers of their own. Appends
-one comparison record per size to a store.
+Two ranks on loopback alternate between calls of both, with separate buffers. Appends one
+`comparison` record per size to the store.
 
     python scripts/communication_overhead.py results/communication-overhead.jsonl
 """
@@ -29,7 +29,7 @@ WARMUP = 5
 
 
 def both_ways(_rank: int, _world_size: int, size_bytes: int, rounds: int) -> list[list[float]]:
-    """Returns the seconds of each call, Paceline's and the bare loop's."""
+    """Returns the seconds of each call, with the harness and in the bare loop."""
     device = torch.device("cpu")
     collective = Collective("all_reduce", size_bytes, device)
     collective.check()

@@ -1,11 +1,11 @@
-"""Flips bits in runs of a small model, and counts how many are found and whose rank is named.
+"""Flips bits in runs of a small model, and counts how many are found with the right rank.
 
     python scripts/corruption_study.py results/corruption.jsonl
 
-A run has as many bits flipped as there are trials: a random bit of a random tensor on a random
-rank, at a random step of each interval between checkpoints. The run goes back to its newest
-checkpoint after each, and in the end its losses must be those of a run without any, to the bit. A
-run without flips counts false alarms.
+All flips of a setup happen in one run: in each interval between checkpoints, a random bit of a
+random tensor on a random rank flips at a random step. The run rolls back to its newest checkpoint
+after each flip. At the end, its losses must be bit-identical to those of a run without flips. Long
+runs without flips count false alarms. Appends one `fault` record per setup to the store.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from tests.distributed.faulty_runs import BitFlip, events_of, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run
 
 EVERY = 5
-"""Steps between comparisons of ranks."""
+"""Steps between hash comparisons of ranks."""
 INTERVAL = 10
-"""Steps between checkpoints, of which the first half has the flip."""
+"""Steps between checkpoints; flips happen in the first half of an interval."""
 TRIALS = (
-    # Strategy, what flips, whether ranks also compare with themselves, ranks.
+    # Strategy, flipped tensors, whether each rank also checks its own state at rest, ranks.
     ("bucketed", "weights", False, 4),
     ("bucketed", "weights", True, 2),
     ("bucketed", "state", True, 2),
@@ -59,14 +59,14 @@ def make_flips(number: int, where: Any, num_ranks: int, seed: int) -> tuple[BitF
 
 
 def run(pool: RankPool, config: RunConfig, flips: tuple[BitFlip, ...]) -> None:
-    """Trains to the end, with everything that comes between."""
+    """Trains to the end, including rollbacks; raises an error if the run stops early."""
     for outcome in pool.run(train_faulty, config, flips):
         if isinstance(outcome, str):
             raise RuntimeError(outcome)
 
 
 def count(config: RunConfig, flips: tuple[BitFlip, ...]) -> tuple[int, int]:
-    """Returns how many flips were found and their rank named, and how late at most."""
+    """Returns how many flips were found with the right rank, and the largest delay in steps."""
     found = {}
     for event in events_of(config, "corrupted"):
         match = re.match(r"found at step (\d+): (.*)", event.message)
@@ -85,7 +85,7 @@ def count(config: RunConfig, flips: tuple[BitFlip, ...]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Flips, counts and records."""
+    """Runs all setups, and counts and records the flips that were found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
     parser.add_argument("--flips", type=int, default=100)
@@ -117,7 +117,7 @@ def main() -> int:
             num_named, latest = count(config, flips)
             num_lost = len(flips) - num_named
             if losses_of(config) != losses_of(clean):
-                num_lost = len(flips)  # Nobody knows which flip it was.
+                num_lost = len(flips)  # The responsible flip is unknown: count all.
             failures += num_lost
             record_fault(
                 arguments.store,

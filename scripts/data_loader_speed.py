@@ -1,13 +1,13 @@
-"""What the loader costs beside a bare loop over memory maps, beside torchdata, and beside training.
+"""Measures the loader's speed against a bare memory-map loop, torchdata and training.
 
-Every way reads the same samples of the same shards, in the same order, round by round in one run:
+In every round, these readers take turns on the same samples of the same shards, in the same order:
 - bare: a loop that copies slices of np.memmap to int64 arrays, from a list of samples
-- loader: in the loop's own thread, without digests
+- loader: in the calling thread, without digests
 - digests: with a digest of each batch for the audit trail
-- prefetch: with digests, read ahead by the thread; time until the batches were taken
-Then torchdata's StatefulDataLoader with its shuffling sampler over the same shards: time per batch,
-size of the state, and time from a state at nine tenths of an epoch to the next batch. Then the
-tokens per second that training the fastest preset takes here. Appends records to a store.
+- prefetch: with digests and a prefetch thread; time until the batches are delivered
+torchdata's StatefulDataLoader takes part with its own shuffling sampler. Also measured: the size of
+both loaders' states, the time from a state at nine tenths of an epoch to the next batch, and the
+tokens per second of training the fastest preset. Appends `data_loader` records to the store.
 
     python scripts/data_loader_speed.py results/data-loader.jsonl
 """
@@ -51,12 +51,12 @@ NUM_SHARDS = 4
 BATCH = 8
 CONTEXT = 1024
 SHORT_CONTEXT = 64
-"""Of which an epoch has 16 times as many samples."""
+"""An epoch has 16 times as many samples of this length."""
 MODEL = "bytes-6M"
 
 
 def write_dataset(place: pathlib.Path, num_shards: int, shard_tokens: int) -> None:
-    """Writes shards of random tokens, and a manifest."""
+    """Writes shards of random tokens and a manifest."""
     generator = np.random.default_rng(0)
     (place / "train").mkdir(parents=True)
     for shard in range(num_shards):
@@ -83,13 +83,13 @@ def write_dataset(place: pathlib.Path, num_shards: int, shard_tokens: int) -> No
 
 
 def make_config(place: pathlib.Path, context: int, **options: Any) -> LoaderConfig:
-    """Returns what all ways have in common."""
+    """Returns the loader config that all readers share, with `options` added."""
     source = SourceConfig(place=str(place))
     return LoaderConfig(sources=(source,), context_length=context, batch_size=BATCH, **options)
 
 
 class BareSamples(Dataset[torch.Tensor]):
-    """Samples by number: slices of np.memmap, as in any simple trainer."""
+    """Samples by index: slices of np.memmap, as in any simple trainer."""
 
     def __init__(self, place: pathlib.Path, context: int) -> None:
         manifest = read_manifest(open_storage(place))
@@ -127,7 +127,7 @@ class BareSamples(Dataset[torch.Tensor]):
 
 
 def time_ways(place: pathlib.Path, rounds: int, num_batches: int) -> dict[str, list[float]]:
-    """Returns seconds per batch of each way in each round."""
+    """Returns the seconds per batch of each reader in each round."""
     bare = BareSamples(place, CONTEXT)
     loaders = {
         "loader": TokenLoader(make_config(place, CONTEXT, digests=False, prefetch=0)),
@@ -149,7 +149,7 @@ def time_ways(place: pathlib.Path, rounds: int, num_batches: int) -> dict[str, l
             **{name: lambda loader=loader: loader for name, loader in loaders.items()},
             "torchdata": lambda: torchdata,
         }
-        # Whoever is first in a round brings its pages to memory: each in turn.
+        # The first reader of a round loads the pages into memory, so the order rotates.
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             began = time.perf_counter()
@@ -165,7 +165,7 @@ def time_ways(place: pathlib.Path, rounds: int, num_batches: int) -> dict[str, l
 
 
 def resume_numbers(place: pathlib.Path, context: int, rounds: int) -> dict[str, dict[str, Metric]]:
-    """Returns size of the state, and time to resume from it, of both loaders."""
+    """Returns the state size and resume time of both loaders."""
     samples = BareSamples(place, context)
     position = len(samples) // BATCH * 9 // 10
     with TokenLoader(make_config(place, context)) as loader:
@@ -202,7 +202,7 @@ def resume_numbers(place: pathlib.Path, context: int, rounds: int) -> dict[str, 
 
 
 def training_tokens_per_s(store: pathlib.Path) -> float:
-    """Returns what training steps of the fastest preset take."""
+    """Returns the tokens per second of training the fastest preset."""
     command = [sys.executable, "-m", "paceline", "bench", "step", "--model", MODEL]
     command += ["--context", "256", "--batch", "8", "--json", "--store", str(store)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -211,7 +211,7 @@ def training_tokens_per_s(store: pathlib.Path) -> float:
 
 
 def main() -> int:
-    """Measures all of it on a dataset of its own."""
+    """Measures everything on a temporary dataset."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--rounds", type=int, default=11)

@@ -1,9 +1,9 @@
-"""Records how fast documents become shards, beside a bare loop of the tokenizers package.
+"""Measures how fast documents become shards, against a bare loop of the tokenizers package.
 
-The bare loop holds all text in memory and asks for token ids, one thread, nothing else. Prepare
-reads, hashes, tokenizes, looks for duplicates and writes shards with digests. All ways run in turn,
-round after round, so that whatever else the machine does falls on all. Writes one comparison
-record per way to a store:
+The bare loop only tokenizes text that is already in memory, on one thread. Prepare reads, hashes,
+tokenizes, looks for duplicates and writes shards with digests. All variants take turns in every
+round, so that other load on the machine affects all of them. Appends one `comparison` record per
+variant of prepare to the store:
 
     python scripts/data_prepare_speed.py corpus/ --tokenizer tokenizer.json \
         --store results/data-prepare.jsonl --rounds 5 --ray
@@ -38,7 +38,7 @@ _RAY = "prepare, ray, 2 workers"
 
 
 def main() -> None:
-    """Measures, prints and records."""
+    """Measures, prints and records the speeds."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("source", nargs="+")
     parser.add_argument("--tokenizer", required=True)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _batches(config: PrepareConfig) -> tuple[list[list[str]], int]:
-    """Returns all texts in batches of about a MiB, and their bytes."""
+    """Returns all texts in batches of about a MiB, and their total bytes."""
     reading = reading_options(config)
     batches: list[list[str]] = [[]]
     size = num_bytes = 0
@@ -116,7 +116,7 @@ def _prepared(config: PrepareConfig) -> float:
 
 
 def _start_ray() -> float:
-    """Starts a cluster for all rounds; returns the seconds that it took."""
+    """Starts a Ray cluster for all rounds; returns the seconds that this took."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

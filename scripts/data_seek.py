@@ -1,8 +1,8 @@
-"""Time and memory to open 10^13 tokens in 10^5 shards and to read sample 10^12, without torch.
+"""Measures opening 10^13 tokens in 10^5 shards and reading sample 10^12, without torch.
 
-The shards are sparse files: they have their full size and take no space. Every round is a process
-of its own, which opens the dataset, resumes at that sample and reads one batch. Appends one record
-per context length to a store.
+The shards are sparse files, which have their full size but take no space. Every round is a separate
+process, which opens the dataset, resumes at that sample and reads one batch. Appends one
+`data_loader` record per context length to the store, with times and peak memory.
 
     python scripts/data_seek.py results/data-seek.jsonl
 """
@@ -36,13 +36,13 @@ from paceline.records.environment import processor_name
 NUM_SHARDS = 10**5
 SHARD_TOKENS = 10**8
 FIRST_SAMPLE = 10**12
-# With 8, sample 10^12 is in the first epoch; with 4096, which is a usual context, in the 410th.
+# Sample 10^12 is in the first epoch with a context of 8, and in the 410th with the usual 4096.
 CONTEXTS = (8, 4096)
 BATCH = 8
 
 
 def write_sparse_dataset(place: pathlib.Path, shards: Iterable[int]) -> None:
-    """Writes the manifest, and those `shards`, which are nothing but their size."""
+    """Writes the manifest of all shards, and `shards` as sparse files."""
     digest = "0123456789abcdef" * 4
     entry = {
         "num_tokens": SHARD_TOKENS,
@@ -77,7 +77,7 @@ def write_sparse_dataset(place: pathlib.Path, shards: Iterable[int]) -> None:
 
 
 def seek(place: str, context: int, first_sample: int) -> dict[str, float]:
-    """Opens a dataset, reads the batch at a sample, and tells what it took."""
+    """Opens a dataset and reads the batch at a sample; returns times and peak memory."""
     config = LoaderConfig(
         sources=(SourceConfig(place=place),), context_length=context, batch_size=BATCH, prefetch=0
     )
@@ -101,7 +101,7 @@ def seek(place: str, context: int, first_sample: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs the rounds, each in a process whose memory is its own."""
+    """Runs each round in a separate process, because peak memory is per process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--rounds", type=int, default=7)
@@ -118,7 +118,7 @@ def main() -> int:
         for context in CONTEXTS:
             command = [sys.executable, __file__, str(arguments.store)]
             command += ["--seek", str(place), str(context)]
-            # The first round reads the manifest from disk.
+            # The first round reads the manifest from disk and is dropped.
             rounds = [
                 json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
                 for _ in range(arguments.rounds + 1)

@@ -1,15 +1,16 @@
-"""A disk that fails at any system call of a checkpoint's writer.
+"""Injects a disk error at every system call of a checkpoint save.
 
-Every system call that saving a checkpoint and removing the one before it make on the disk is made
-to fail in turn, once with each error that disks and network file systems return. strace replaces
-the call's result in the saving process, so that Python, the libraries and the kernel's own state
-are the real ones. After each fault:
+Every disk-related system call of saving a checkpoint and removing the previous one fails in turn,
+once with each error that disks and network file systems return. strace replaces the call's result
+in the saving process, so that Python, the libraries and the kernel state are real. After each
+fault, these conditions must hold:
 
-- the save has failed and its message names the cause, or the checkpoint is there and intact;
-- the checkpoint before it is there and intact, unless the new one is;
+- the save has failed and its message names the cause, or the checkpoint exists and is intact;
+- the previous checkpoint exists and is intact, unless the new one is;
 - the next save succeeds.
 
-Whatever else happens counts as lost. Needs root and strace.
+Any other result counts as lost. Requires root and strace. Appends one `fault` record per system
+call and error to the store.
 
     python scripts/disk_faults.py results/disk-faults.jsonl
 """
@@ -41,21 +42,21 @@ CALLS = (
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EROFS": errno.EROFS, "ESTALE": errno.ESTALE}
 _MESSAGE_BYTES = 4096
 _MOST_CALLS = 200
-"""Bound of the calls of one sort that are made to fail."""
+"""Limit on the calls of one kind that are made to fail."""
 _PATIENCE_S = 60.0
 
 SAVED, REFUSED, CRASHED = 0, 3, 4
-"""Exit codes of a process that saves."""
+"""Exit codes of the saving process."""
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Returns what is saved: a few tensors, each in a file of its own."""
+    """Returns the state to save: a few tensors, each saved in its own file."""
     torch.manual_seed(0)
     return dict(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).state_dict())
 
 
 def save(place: pathlib.Path, step: int) -> None:
-    """Saves a step."""
+    """Saves a checkpoint of a step."""
     with Checkpointer(place, keep=1, asynchronous=False, max_file_bytes=1) as checkpointer:
         checkpointer.save(step, state(), {"step": step})
 
@@ -63,9 +64,9 @@ def save(place: pathlib.Path, step: int) -> None:
 def save_in_child(
     place: pathlib.Path, step: int, attach: Callable[[int], "subprocess.Popen[bytes]"]
 ) -> tuple[int, str]:
-    """Saves in a process of its own, and returns its exit code and what it said.
+    """Saves in a separate process, and returns its exit code and message.
 
-    The process tells through memory, because a message would be a system call that may fail, too.
+    The message is passed in shared memory, because a pipe needs system calls, which may fail too.
     """
     said, gate = mmap.mmap(-1, _MESSAGE_BYTES), mmap.mmap(-1, 1)
     child = os.fork()
@@ -80,7 +81,7 @@ def save_in_child(
             message = str(error).encode()[:_MESSAGE_BYTES]
             said[: len(message)] = message
             code = REFUSED
-        except BaseException as error:  # Whatever it is: the parent counts it as lost.
+        except BaseException as error:  # The parent counts any such error as lost.
             message = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
             said[: len(message)] = message
         finally:
@@ -99,7 +100,7 @@ def save_in_child(
 def tracer_of(
     log: pathlib.Path, call: str, name: str, number: int
 ) -> Callable[[int], "subprocess.Popen[bytes]"]:
-    """Returns what lets one call of a process fail: the `number`-th of its sort."""
+    """Returns a function that attaches strace to a process and fails its `number`-th `call`."""
 
     def attach(child: int) -> "subprocess.Popen[bytes]":
         log.unlink(missing_ok=True)
@@ -120,12 +121,12 @@ def tracer_of(
 
 
 def is_intact(place: pathlib.Path, step: int) -> bool:
-    """Whether a step is there, and every byte of it is what was saved."""
+    """Returns whether the checkpoint of a step exists and every byte of it is intact."""
     return step in open_place(place).steps() and not list(verify_checkpoint(place, step))
 
 
 def try_fault(directory: pathlib.Path, call: str, name: str, number: int) -> str | None:
-    """Returns what came of one fault: "" if nothing was lost; None if no call was left to fail."""
+    """Returns the problem after one fault: "" if none; None if there was no such call."""
     place, log = directory / "checkpoints", directory / "strace.log"
     save(place, 1)
     code, message = save_in_child(place, 2, tracer_of(log, call, name, number))
@@ -147,14 +148,14 @@ def try_fault(directory: pathlib.Path, call: str, name: str, number: int) -> str
 
 
 def main() -> int:
-    """Lets every call fail with every error, prints and records what came of it."""
+    """Fails every call with every error, and prints and records the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=CALLS)
     parser.add_argument("--errors", nargs="+", choices=ERRORS, default=list(ERRORS))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        save(pathlib.Path(directory), 1)  # Imports what saving needs.
+        save(pathlib.Path(directory), 1)  # Imports everything that saving needs.
     num_lost = 0
     for call in arguments.calls:
         for name in arguments.errors:

@@ -1,4 +1,4 @@
-"""What each rank holds under the stages of sharding, and what it sends in a step."""
+"""Diagram of each rank's memory and communication per step, by stage of sharding."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ _STAGES = (
 
 
 def plot_stages() -> Figure:
-    """Draws four ranks under each stage."""
+    """Draws the memory of four ranks under each stage."""
     figure = blank_figure("What each of four ranks holds, and sends per step", (9.0, 4.6))
     for axes, stage in zip(figure.subplots(1, len(_STAGES), sharey=True), _STAGES, strict=True):
         _draw_stage(axes, stage)

@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/which-layout.md and docs/planner-accuracy.md, from their records."""
+"""Tables and figures of docs/which-layout.md and docs/planner-accuracy.md, from their records."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from paceline.reports.tables.table import Table
 def plan_tables(
     searches: Sequence[Record], speeds: Sequence[Record], mixtures: Sequence[Record]
 ) -> dict[str, Table]:
-    """Returns the tables by name."""
+    """Returns the tables of layout searches by name."""
     return {
         "plan-search": layouts_table(_study(searches, "example")),
         "plan-search-nvidia": recipes_table(
@@ -40,7 +40,7 @@ def plan_tables(
 
 
 def validation_tables(records: Sequence[Record]) -> dict[str, Table]:
-    """Returns the tables of held-out errors, regret and terms by name."""
+    """Returns the tables of held-out errors, regret and ablated terms by name."""
     return {
         "planner-accuracy": accuracy_table(records),
         "planner-regret": regret_table(records),
@@ -49,7 +49,7 @@ def validation_tables(records: Sequence[Record]) -> dict[str, Table]:
 
 
 def plan_front(searches: Sequence[Record]) -> Figure:
-    """Draws the best layout of every number of devices."""
+    """Draws the best layout for each number of devices."""
     subtitle = "llama3-70B, 10^12 tokens in batches of 4M, h100-sxm: best layout by devices"
     return plot_front(recorded_marks(_study(searches, "front")), subtitle)
 

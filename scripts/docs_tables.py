@@ -1,4 +1,4 @@
-"""Tables that only the docs show: repeated calibrations, data, and studies of scaling laws."""
+"""Tables that only the docs show: repeated calibrations, data, and scaling-law studies."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,16 +11,16 @@ from paceline.records import Record
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 
-# Where the cuts of a piecewise fit lie differs from run to run; what it says of a size can be
+# The breakpoints of a piecewise fit differ from run to run, but its times at fixed sizes can be
 # compared.
 _SIZES = (64 * KIB, MIB, 25 * MIB)
 _FEWEST_RUNS = 2
 
 
 def repeats_table(records: Iterable[Record]) -> Table:
-    """Makes a table of what differs between repeated calibrations of a topology, by quantity.
+    """Returns a table of the spread between repeated calibrations of a topology, by quantity.
 
-    The range of a number is the difference of its largest and smallest value, over their median.
+    The range of a number is its largest minus its smallest value, divided by the median.
     """
     runs = calibration_runs(records)
     if len({tuple(run.topology.values()) for run in runs}) != 1 or len(runs) < _FEWEST_RUNS:
@@ -45,7 +45,7 @@ def repeats_table(records: Iterable[Record]) -> Table:
 
 
 def _repeated(runs: Sequence[Calibration]) -> dict[tuple[str, object], list[float]]:
-    """Returns the values of all runs by label and what they are of."""
+    """Returns the values of all runs by label and subject."""
     values: dict[tuple[str, object], list[float]] = {}
     for run in runs:
         for label, subject, value in _numbers(run):
@@ -72,7 +72,7 @@ def _numbers(run: Calibration) -> Iterator[tuple[str, object, float]]:
 
 
 def backtest_summary(records: Sequence[Record]) -> Table:
-    """Returns how far each method's loss beyond the runs was off, by sweep and budgets shown."""
+    """Returns a table of each method's extrapolation errors, by sweep and number of budgets."""
     groups: dict[tuple[str, str], dict[int, list[Record]]] = {}
     for record in records:
         sweep, method = str(record.case["sweep"]), str(record.case["method"])
@@ -131,7 +131,7 @@ _ANSWER_METRICS = {"parameters": ".3g", "tokens": ".3g", "loss": ".4f"}
 
 
 def study_table(records: Sequence[Record], study: str) -> Table:
-    """Returns the records of studies whose name begins so, their metrics as columns."""
+    """Returns a table of the studies whose names start with `study`, with metrics as columns."""
     chosen = [record for record in records if str(record.case["study"]).startswith(study)]
     names = list(dict.fromkeys(name for record in chosen for name in record.metrics))
     shared = {str(record.case["num_sweeps"]) for record in chosen if "num_sweeps" in record.case}
@@ -168,7 +168,7 @@ _READERS = {
 
 
 def data_loader_table(records: Sequence[Record]) -> Table:
-    """Makes a table of how fast batches are read, beside a bare loop."""
+    """Returns a table of reading speeds, compared with a bare loop."""
     by_subject = {str(record.case["subject"]): record for record in records}
     rows = []
     for subject, label in _READERS.items():
@@ -194,7 +194,7 @@ def data_loader_table(records: Sequence[Record]) -> Table:
 
 
 def data_resume_table(records: Sequence[Record]) -> Table:
-    """Makes a table of what it takes to go on at nine tenths of an epoch, and to seek."""
+    """Returns a table of state sizes and resume times at nine tenths of an epoch."""
     rows = [
         (
             "`TokenLoader`" if record.case["subject"] == "resume: own" else "`StatefulDataLoader`",
@@ -213,7 +213,7 @@ def data_resume_table(records: Sequence[Record]) -> Table:
 
 
 def data_prepare_table(records: Sequence[Record]) -> Table:
-    """Makes a table of how fast text becomes shards."""
+    """Returns a table of how fast text becomes shards."""
     rows = [
         (
             str(record.case["subject"]),
@@ -232,7 +232,7 @@ def data_prepare_table(records: Sequence[Record]) -> Table:
 
 
 def train_continue_table(records: Sequence[Record]) -> Table:
-    """Makes a table of how far losses depart when a run goes on elsewhere."""
+    """Returns a table of the loss differences after a run resumes in another layout."""
     rows = [
         (
             str(record.case["baseline"]),

@@ -1,8 +1,8 @@
-"""What replicas that may come and go cost while none does: their steps, and those of ranks.
+"""Measures the overhead of elastic replicas over ranks while no replica leaves or joins.
 
 Two processes train the same model twice, once as replicas (`parallel.elastic = "replicas"`) and
-once as ranks of one process group, through the same calls as the two training loops. They take
-turns, ten steps at a time; which of them is first alternates. Needs torchft.
+once as ranks of one process group, with the same calls as the two training loops. They take turns
+of ten steps; the order alternates. Requires torchft. Appends one `comparison` record to the store.
 
     python scripts/elastic_overhead.py results/elastic-overhead.jsonl
 """
@@ -33,7 +33,7 @@ from paceline.training.steps.step import TrainingStep
 
 
 class RankSteps:
-    """Steps of a rank."""
+    """Training steps of a rank."""
 
     def __init__(self, config: RunConfig, session: Session, stack: contextlib.ExitStack) -> None:
         trainee = build(config, session)
@@ -44,7 +44,7 @@ class RankSteps:
         )
 
     def turn(self) -> float:
-        """Returns the seconds of a turn."""
+        """Runs one turn and returns its seconds."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(TURN):
@@ -54,7 +54,7 @@ class RankSteps:
 
 
 class ReplicaSteps:
-    """Steps of a replica."""
+    """Training steps of a replica."""
 
     def __init__(
         self, config: RunConfig, number: int, lighthouse: str, stack: contextlib.ExitStack
@@ -78,7 +78,7 @@ class ReplicaSteps:
         self._runner = ReplicaStep(config.training, trainee, self._group, gradients, device)
 
     def turn(self) -> float:
-        """Returns the seconds of a turn."""
+        """Runs one turn and returns its seconds."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(TURN):
@@ -103,7 +103,7 @@ def run_both(
 
 
 def main() -> int:
-    """Measures, prints and records."""
+    """Measures, prints and records the overhead."""
     arguments = parse_arguments(__doc__.partition("\n")[0])
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS, join_timeout_ms=60_000)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,9 +1,9 @@
-"""A fake of the courses' training service whose truth is known, and a study of designs with it.
+"""A fake of the courses' training service with a known truth, and a study of designs with it.
 
-It sells noisy losses of a surface, made worse by a learning rate off its optimum, within a total
-of FLOPs. Its noise is a function of the request, so that asking twice tells nothing new, as with
-the real one. `serve` puts it on loopback, where tests ask it over HTTP; `design_study` buys from
-many of them, by design and on an even grid of the same cost.
+It sells noisy losses of a surface, increased by a learning rate off its optimum, up to a total of
+FLOPs. The noise is a function of the request, so that a repeated request returns the same loss, as
+in the real service. `serve` runs it on loopback, where tests query it over HTTP. `design_study`
+buys from many fakes, by design and on an even grid of the same cost.
 """
 
 import contextlib
@@ -41,23 +41,23 @@ from paceline.scaling.surface import LossSurface
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenTruth:
-    """What the service knows and its customers want to."""
+    """The loss surface and the learning-rate law, which customers want to learn."""
 
     surface: LossSurface
     noise: float = 0.003
     best_rate_at_million: float = 8e-4
-    """Learning rate that is best for a million parameters."""
+    """Best learning rate for a million parameters."""
     rate_exponent: float = -0.15
-    """Power of the parameters with which it falls."""
+    """Power of the number of parameters by which the best learning rate scales."""
     rate_penalty: float = 0.02
-    """Share of the loss that a learning rate off by an e-fold adds, quadratically."""
+    """Relative loss added per squared e-fold of the learning rate from the best one."""
 
     def best_learning_rate(self, parameters: float) -> float:
-        """Returns the learning rate of least loss."""
+        """Returns the learning rate with the least loss."""
         return float(self.best_rate_at_million * (parameters / 1e6) ** self.rate_exponent)
 
     def loss(self, request: RunRequest) -> float:
-        """Returns the loss of a run, the same every time."""
+        """Returns the loss of a run; equal requests have equal losses."""
         clean = float(self.surface.loss(request.parameters, request.tokens))
         off = math.log(request.learning_rate / self.best_learning_rate(request.parameters))
         text = repr((dataclasses.astuple(request), dataclasses.astuple(self.surface)))
@@ -67,10 +67,10 @@ class HiddenTruth:
 
 
 def random_truth(seed: int, noise: float = 0.003) -> HiddenTruth:
-    """Draws a surface like published ones, and a law of learning rates."""
+    """Draws a surface similar to published ones, and a learning-rate law."""
     generator = np.random.default_rng(seed)
     alpha, beta = generator.uniform(0.28, 0.40, size=2)
-    # The two reducible terms at 10^8 parameters and 2·10^9 tokens, instead of A and B.
+    # Draw the two reducible terms at 10^8 parameters and 2·10^9 tokens, instead of A and B.
     by_parameters, by_tokens = generator.uniform(0.5, 1.1, size=2)
     return HiddenTruth(
         surface=LossSurface(
@@ -87,7 +87,7 @@ def random_truth(seed: int, noise: float = 0.003) -> HiddenTruth:
 
 
 class FakeTrainingService:
-    """A training service in this process, with a total budget like the service's."""
+    """An in-process training service with a total budget like that of the real one."""
 
     def __init__(self, truth: HiddenTruth, total_flops: float = 2e18) -> None:
         self.truth = truth
@@ -97,7 +97,7 @@ class FakeTrainingService:
         self._lock = threading.Lock()
 
     def query(self, request: RunRequest) -> Reply:
-        """Sells a run, or repeats one for nothing."""
+        """Sells a run, or repeats a sold one for free."""
         with self._lock:
             if request not in self._sold:
                 if self.flops_used + request.train_flops > self.total_flops * (1 + 1e-9):
@@ -111,7 +111,7 @@ class FakeTrainingService:
 
 
 def uniform_campaign(service: TrainingService, budget: float, target: float) -> Campaign:
-    """Buys an even grid of sizes at every budget, for as much: what the design is judged by."""
+    """Buys an even grid of sizes at every budget for the same cost, the baseline of the design."""
     purchases = scout_learning_rates(service, budget)
     rates = fit_rate_law(purchases)
     left = budget - sum(run.request.train_flops for run in purchases)
@@ -134,19 +134,19 @@ def uniform_campaign(service: TrainingService, budget: float, target: float) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DesignError:
-    """How far campaigns missed the best N of their target, over random surfaces."""
+    """Errors of campaigns in the best N of their target, over random surfaces."""
 
     within_tenth: float
-    """Share that missed by less than 10%."""
+    """Share of the campaigns with an error below 10%."""
     root_mean_square: float
-    """Root mean square of the log of the predicted over the true N."""
+    """Root mean square of the log ratio of the predicted to the true N."""
     largest: float
 
 
 def design_study(
     *, num_surfaces: int, noise: float, total_flops: float = 2e18, target: float = 1e19
 ) -> dict[str, DesignError]:
-    """Buys runs of random surfaces by design and on an even grid of the same cost."""
+    """Returns the errors of designs and of even grids of the same cost, on random surfaces."""
     errors: dict[str, list[float]] = {"design": [], "uniform": []}
     for seed in range(num_surfaces):
         truth = random_truth(seed, noise)
@@ -173,7 +173,7 @@ def _design_error(sizes: "np.ndarray") -> DesignError:
 
 @contextlib.contextmanager
 def serve(service: FakeTrainingService) -> Iterator[str]:
-    """Answers GET /loss on a free port of loopback while it is open; yields the address."""
+    """Serves GET /loss on a free loopback port inside the context; yields the address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -199,7 +199,7 @@ def serve(service: FakeTrainingService) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Keeps quiet."""
+            """Discards log messages."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

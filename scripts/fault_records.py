@@ -1,4 +1,4 @@
-"""Records of faults that were tried: how many, and how many of them lost something."""
+"""Records of injected faults: how many were tried, and how many lost something."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ def record_fault(
     case: Mapping[str, CaseValue] | None = None,
     metrics: Mapping[str, float | Sequence[float]] | None = None,
 ) -> None:
-    """Appends one kind of fault to a store, and says so.
+    """Appends a `fault` record for one kind of fault to a store, and prints a summary.
 
     Args:
         store: A file of records.
-        subject: What the fault was done to.
-        fault: What was done.
-        num_tried: How often.
-        num_lost: How often that lost a step, a sample or a checkpoint, or left something behind.
-        case: What else there is to say of the setup.
-        metrics: What else was measured.
+        subject: Target of the fault.
+        fault: Kind of fault.
+        num_tried: Number of trials.
+        num_lost: Trials that lost a step, a sample or a checkpoint, or left something behind.
+        case: Further properties of the setup.
+        metrics: Further measurements.
     """
     whole_case = {
         "subject": subject,

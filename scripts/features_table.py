@@ -1,6 +1,8 @@
-"""Writes the docs' table of strategies and features from the tests that show each cell.
+"""Generates the docs' table of strategies and features from the tests that verify each cell.
 
-python scripts/features_table.py
+    python scripts/features_table.py
+
+Writes docs/generated/strategy-features.md.
 """
 
 import pathlib
@@ -15,12 +17,12 @@ from tests.distributed.strategy_features import table  # noqa: E402
 
 
 def tables() -> dict[str, str]:
-    """Returns the tables by the names of their files."""
+    """Returns the tables by file name."""
     return {"strategy-features.md": table()}
 
 
 def main() -> int:
-    """Writes what the docs include."""
+    """Writes the tables that the docs include."""
     for name, text in tables().items():
         (TABLES / name).write_text(text, encoding="utf-8")
     return 0

@@ -1,8 +1,8 @@
-"""Makes the tables and pictures of the docs from the committed records and the hardware table.
+"""Generates the tables and figures of the docs from committed records and the hardware table.
 
     python scripts/figures.py
 
-A test compares the tables with what is committed, so that docs and records cannot part.
+A test compares the tables with the committed files, so that docs and records stay consistent.
 """
 
 import io
@@ -83,7 +83,7 @@ TRAINING_RUN = RESULTS / "training-run"
 TABLES = ROOT / "docs" / "generated"
 IMAGES = ROOT / "docs" / "images"
 
-# Name of the table: store that it is made of, kind of record, and what it shows.
+# For each table: its store, kind of record, and view.
 TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "step-sizes": ("step-sizes", "step", "time"),
     "step-memory": ("step-sizes", "step", "memory"),
@@ -123,7 +123,7 @@ TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
     "pipelines": ("pipelines", "pipeline", "time"),
     "pipelines-large": ("pipelines-large", "pipeline", "time"),
 }
-# Name of the picture: store that it is made of, and kind of plot.
+# For each figure: its store and kind of plot.
 PICTURE_SOURCES = {
     "step-time": ("step-sizes", "step-time"),
     "step-context": ("step-context", "step-time"),
@@ -145,7 +145,7 @@ PICTURE_SOURCES = {
     "pipelines": ("pipelines", "pipelines"),
 }
 
-# Tables that are more than one view of a store, by the store that they are made of.
+# Tables that are not a plain view of a store, by store.
 OTHER_TABLES = {
     "attention-flash": ("attention-flash",),
     "kernels": ("kernels",),
@@ -180,7 +180,7 @@ OTHER_TABLES = {
     "planner-validation": ("planner-accuracy", "planner-regret", "planner-ablation"),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
-# Pictures that show how something works, from no record.
+# Diagrams, which need no records.
 SCHEMES = {
     "attention-tiles": plot_tiles,
     "data-parallel-designs": plot_designs,
@@ -194,7 +194,7 @@ def read(name: str) -> list[Record]:
 
 
 def hardware_tables() -> str:
-    """Returns one table of figures, and one of their sources."""
+    """Returns a table of device specifications and a table of their sources."""
     formats = ("bfloat16", "float16", "tfloat32", "float32", "float8")
     headers = ("device", *formats, "memory", "bandwidth", "links, one direction")
     lines = [f"| {' | '.join(headers)} |", f"| {' | '.join('---' for _ in headers)} |"]
@@ -229,7 +229,7 @@ def hardware_tables() -> str:
 
 
 def predictions(store: str) -> str:
-    """Returns what an automatic bucket size expected of each size, beside what was measured."""
+    """Returns a table of predicted and measured exposed communication by bucket size."""
     measured = {
         record.case["bucket_size_mb"]: record.metrics[_EXPOSED].value
         for record in read(store)
@@ -248,13 +248,13 @@ def predictions(store: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# The two steps that are looked into, and what is asked of them.
+# Subjects of the two profiled steps.
 FORWARD_ONLY = "small, batch 4, context 256, float32, naive attention, forward"
 TRAINING = "small, batch 4, context 256, float32, naive attention, train"
 
 
 def profile_tables() -> dict[str, Table]:
-    """Returns the tables that answer the courses' questions on a profile."""
+    """Returns the tables that answer the courses' profiling questions."""
     steps = read("profile-step")
     largest = [
         record
@@ -282,7 +282,7 @@ _STAGES: tuple[StrategyName, ...] = ("torch_ddp", "sharded_optimizer", "sharded"
 
 
 def models_memory() -> str:
-    """Returns the peak of the courses' models at each stage of sharding, predicted and measured."""
+    """Returns a table of the courses' models: peak memory by stage, predicted and measured."""
     measured = {
         (record.case["model"], record.case["strategy"]): record.metrics["peak_before_step_bytes"]
         for record in read("sharding-memory")
@@ -308,7 +308,7 @@ def models_memory() -> str:
 
 
 def backtested_steps() -> tuple[list[HeldOutPrediction], int]:
-    """Returns predicted steps beside measured ones, and how many of them count."""
+    """Returns held-out predictions of steps, and the number of leading ones that count."""
     counted, others = (
         backtest_cases(RecordStore(RESULTS / f"{name}.jsonl").read())
         for name in ("step-backtest", "step-backtest-4-ranks")
@@ -317,14 +317,14 @@ def backtested_steps() -> tuple[list[HeldOutPrediction], int]:
 
 
 def draw_lengths() -> "Figure":
-    """Draws how long the documents of the worked example are."""
+    """Draws the document lengths of the worked example."""
     shown = json.loads((RESULTS / "data-corpus.json").read_text(encoding="utf-8"))
     lengths = DocumentLengths(**{**shown["lengths"], "counts": tuple(shown["lengths"]["counts"])})
     return plot_document_lengths(lengths, "the corpus of the worked example", 2048)
 
 
 def training_panel() -> str:
-    """Returns what a terminal showed of the committed run after two thirds of its steps."""
+    """Returns the terminal panel of the committed run after two thirds of its steps."""
     run = read_run(TRAINING_RUN)
     progress = Progress(run.expected)
     for row in run.rows:
@@ -337,13 +337,13 @@ def training_panel() -> str:
 
 
 def draw_backtest() -> "Figure":
-    """Draws predicted steps beside measured ones."""
+    """Draws predicted against measured steps."""
     held_out, counted = backtested_steps()
     return plot_backtest(held_out, counted=counted)
 
 
 def draw_layouts() -> "Figure":
-    """Draws steps of layouts, each predicted with what all others teach."""
+    """Draws steps of layouts, each predicted with a correction fitted to all others."""
     cases = read_study(read("layouts")).cases
     return plot_backtest(leave_one_out(cases, LAYOUT_TERMS), counted=len(cases))
 
@@ -365,7 +365,7 @@ DRAWN = {
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
-"""Pictures that are not a plot of one store."""
+"""Figures that are not a plot of one store."""
 
 DRAWN_FROM = {
     **{name: store for name, (store, _plot) in PICTURE_SOURCES.items()},
@@ -380,16 +380,16 @@ DRAWN_FROM = {
     "plan-front": "plan-search",
     "planner-accuracy": "planner-validation",
 }
-"""What of results/ each picture shows."""
+"""The file or directory of results/ that each figure shows."""
 
 
 def scale_by_ranks() -> str:
-    """Returns what a rank holds and waits for as ranks are added, by the formulas alone."""
+    """Returns a table of memory, communication and goodput by number of ranks, from formulas."""
     shape = model_preset("llama3-8B")
     precision = precision_preset("bfloat16")
     gradient_bytes = 4 * count_parameters(shape).total
     line = {"latency_s": 10e-6, "bytes_per_s": 50e9}
-    # One published run: 16,384 devices, 54 days, 419 interruptions.
+    # The failure rate is that of a published run: 16,384 devices, 54 days, 419 interruptions.
     headers = (
         *("ranks", *(f"{strategy} (GiB)" for strategy in _STAGES)),
         *("ring (s)", "of it latency (s)", "tree (s)", "hours between failures", "goodput"),
@@ -419,12 +419,12 @@ def scale_by_ranks() -> str:
     return "\n".join(lines) + "\n"
 
 
-# What is shown of the sizes that were simulated; the picture has them all.
+# Simulated sizes that the table shows; the figure shows all.
 _SIZES = (1_024, 16_384, 100_000)
 
 
 def goodput_tables() -> dict[str, Table]:
-    """Returns goodput by choice at three sizes, what each measure adds, and the replay."""
+    """Returns the tables of goodput at three sizes, the gain of each measure, and the replay."""
     records = read("goodput")
     simulated = [record for record in records if record.kind == GOODPUT]
     cluster, measured = (
@@ -442,7 +442,7 @@ def goodput_tables() -> dict[str, Table]:
 
 
 def _pages_by_table() -> dict[str, tuple[str, str]]:
-    """Returns, for every table that a page of the manual shows, its file and title."""
+    """Returns the file and title of the page that shows each table."""
     pages = {}
     for path in sorted((ROOT / "docs").glob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -452,7 +452,7 @@ def _pages_by_table() -> dict[str, tuple[str, str]]:
 
 
 def _where(records: list[Record]) -> str:
-    """Says when, on what and with which torch records were made."""
+    """Returns the processors, torch versions and dates of records as text."""
     days = sorted({record.environment.time[:10] for record in records})
     processors = sorted({record.environment.processor for record in records})
     versions = sorted({record.environment.packages.get("torch", "none") for record in records})
@@ -461,7 +461,7 @@ def _where(records: list[Record]) -> str:
 
 
 def benchmarks() -> str:
-    """Returns every store of results/: what made it, where, what came out, and its tables."""
+    """Returns a page of all stores in results/: command, outcomes, environment and tables."""
     listing = (RESULTS / "README.md").read_text(encoding="utf-8")
     pages = _pages_by_table()
     parts = []
@@ -525,7 +525,7 @@ def tables() -> dict[str, str]:
 
 
 def main() -> int:
-    """Writes tables and pictures."""
+    """Writes tables and figures."""
     TABLES.mkdir(parents=True, exist_ok=True)
     for name, text in tables().items():
         (TABLES / name).write_text(text, encoding="utf-8")

@@ -1,10 +1,11 @@
-"""Runs random training programs under a container, and records whether any differed.
+"""Runs random training programs under a container, and compares them with one process.
 
     python scripts/fuzz.py sharded 1000 --store results/fuzz.jsonl
     python scripts/fuzz.py all 1000 --store results/fuzz.jsonl
     python scripts/fuzz.py sharded 1 --first 417
 
-A program is a function of the container and its seed; it is compared with one process, in float64.
+The container and the seed determine a program. All programs run in float64. With --store, appends
+one `fuzz` record per container.
 """
 
 import argparse
@@ -25,7 +26,7 @@ _AT_ONCE = 50
 
 
 def fuzz(pool: RankPool, kind: str, seeds: range) -> dict[str, float]:
-    """Runs programs, printing those that differ; returns how many did, and how far at most."""
+    """Runs programs and prints those that differ; returns their number and largest difference."""
     began = time.perf_counter()
     different = set()
     largest = 0.0

@@ -1,8 +1,8 @@
-"""What Paceline's model and harness cost over a bare loop in plain torch.
+"""Measures the overhead of Paceline's model and harness over a bare loop in plain torch.
 
-The bare loop below shares no code with Paceline: its own Transformer, its own timer. Both hold
-the same weights and the same batch and run in turn, step by step, in one process, so that
-whatever else the machine does falls on both. Appends one comparison record to a store.
+The bare loop below shares no code with Paceline: it has its own Transformer and its own timer. Both
+use the same weights and the same batch. Their steps alternate in one process, so that other load on
+the machine affects both. Appends one `comparison` record to the store.
 
     python scripts/harness_overhead.py results/harness-overhead.jsonl
 """
@@ -27,7 +27,7 @@ WARMUP = 3
 
 
 class BareBlock(nn.Module):
-    """One pre-norm block, as short as torch allows."""
+    """A minimal pre-norm block."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class BareModel(nn.Module):
 
 
 def copy_weights(bare: BareModel, step: TrainingStep) -> None:
-    """Gives the bare model the weights of Paceline's."""
+    """Copies the weights of Paceline's model to the bare model."""
     source = iter(
         [
             step.model.embedding.weight,
@@ -123,7 +123,7 @@ def copy_weights(bare: BareModel, step: TrainingStep) -> None:
 
 
 def bare_step(model: BareModel, inputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """Runs and times forward and backward as one would by hand."""
+    """Runs forward and backward, and returns the seconds of each."""
     model.zero_grad(set_to_none=True)
     started = time.perf_counter()
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -156,7 +156,7 @@ def main() -> int:
             ("paceline", step.run),
             ("bare", lambda: bare_step(bare, step.inputs, step.targets)),
         ]
-        # Each goes first in every second round, so that neither always follows the other.
+        # Alternate the order, so that neither always runs second.
         for name, run in runs if round_index % 2 else reversed(runs):
             for lap, seconds in run().items():
                 if round_index >= 0:

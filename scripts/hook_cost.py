@@ -1,9 +1,9 @@
-"""What a container's hooks cost in backward, as CPU time per parameter, beside torch's DDP.
+"""Measures the CPU time per parameter of each container's backward hooks, against torch's DDP.
 
-Two ranks on loopback; 1,200 parameters of a few elements each, so that hardly anything is computed
-or sent. Every container runs one backward pass in turn, round by round in one run. The cost of its
-hooks is what its thread spends in backward beyond that of the plain module, per parameter. Appends
-one comparison record per container to a store.
+Two ranks on loopback train 1,200 parameters of a few elements each, so that computation and
+communication are negligible. In every round, each container runs one backward pass. The cost of its
+hooks is the thread's CPU time in backward minus that of the plain module, per parameter. Appends
+one `comparison` record per container to the store.
 
     python scripts/hook_cost.py results/hook-cost.jsonl
 """
@@ -49,7 +49,7 @@ CONTAINERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 class Block(nn.Module):
-    """Six parameters of a few elements."""
+    """A block with six parameters of a few elements each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Block(nn.Module):
         self.down = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds a small perceptron's output to its input."""
+        """Returns the input plus the output of a small MLP."""
         added: Tensor = self.down(torch.relu(self.up(self.norm(x))))
         return x + added
 
 
 class Stack(nn.Module):
-    """Many blocks, in a list as containers that shard by layer know them."""
+    """Many blocks in a `ModuleList`, which containers that shard by layer recognize."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Stack(nn.Module):
 
 
 def backward_times(_rank: int, _world_size: int, rounds: int) -> dict[str, list[float]]:
-    """Returns the CPU seconds of each container's backward passes, on this thread."""
+    """Returns this thread's CPU seconds in each container's backward passes."""
     torch.manual_seed(0)
     models = {name: wrap(Stack()) for name, wrap in CONTAINERS.items()}
     optimizers: dict[str, torch.optim.Optimizer] = {

@@ -1,6 +1,8 @@
-"""Every sort of file that a user can hand to Paceline, damaged at random.
+"""Reads randomly damaged files of every kind that users pass to Paceline.
 
-Counts as lost: an error without a name, more than 2 seconds, more than 500 MB.
+A file counts as lost if its reader raises anything but a one-line `PacelineError` or takes more
+than 10 seconds. A kind of file has one more loss if the peak memory of the process exceeds 500 MB.
+Appends one `fault` record per kind of file to the store.
 
     python scripts/hostile_files.py 2000 results/hostile-files.jsonl
 """
@@ -18,7 +20,7 @@ from tests.hostile_files import FILES, MOST_BYTES, hostile_read, peak_bytes
 
 
 def main() -> int:
-    """Reads, prints what went wrong, and records how often, how long and with how much memory."""
+    """Reads the damaged files, prints the problems, and records counts, times and memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("number", type=int, help="damaged files of each sort")
     parser.add_argument("store", type=pathlib.Path)

@@ -1,13 +1,13 @@
-"""Kills in one training run, in every phase, of any rank and of the launcher.
+"""Kills ranks and the launcher of a training run in every phase, and checks that it recovers.
 
-A run under `paceline train --supervise` is killed again and again: a rank chosen by seed, in a
-phase chosen by seed, after at least ten steps since the last restart; now and then ranks that were
-just started, while they meet or load; now and then the launcher itself, after which the command is
-started again, as a scheduler would. In the end its losses and parameters are compared with those of
-a run that nobody killed, bit for bit, its samples are audited, and processes that were left behind
-are counted.
+A run under `paceline train --supervise` is killed repeatedly. The seed determines the rank and the
+phase. Most kills come at least ten steps after the last restart. Some hit ranks that have just
+started, during rendezvous or load. Some hit the launcher, after which the command is started again,
+as a scheduler would do. At the end, losses and parameters must be bit-identical to those of an
+undisturbed run, samples are audited, and leftover processes are counted.
 
-Appends a record per phase to the store, and a row per kill to a file beside it.
+Appends one `fault` record per phase to the store, and one row per kill to kills-each.jsonl next to
+it.
 
     python scripts/kill_study.py results/kills.jsonl --kills 60
 """
@@ -44,7 +44,7 @@ LAUNCHER = "launcher"
 RESUMED_STEPS = 10
 _STEPS_PER_KILL = 25
 _PATIENCE_S = 5.0
-"""How long a phase is waited for; then the rank is killed in whichever it is."""
+"""Longest wait for the wanted phase; then the rank is killed in whatever phase it is in."""
 _HANG_S = 300.0
 _POLL_S = 0.0002
 _GONE_S = 5.0
@@ -52,42 +52,42 @@ _GONE_S = 5.0
 
 @dataclasses.dataclass(kw_only=True)
 class Kill:
-    """One kill, and what came of it."""
+    """One kill and its outcome."""
 
     number: int
     wanted: str
     rank: int | None
     """None for the launcher."""
     phase: str = ""
-    """What the victim was doing, by its last sign of life."""
+    """The victim's phase at its last heartbeat."""
     writing: str = ""
-    """What it was doing about a checkpoint."""
+    """The victim's checkpoint activity at its last heartbeat."""
     step: int = 0
     resumed_steps: int = 0
-    """Steps since the restart before."""
+    """Steps since the previous restart."""
     gone_s: float = 0.0
-    """From the kill to the end of the last process of that attempt."""
+    """Seconds from the kill to the end of the attempt's last process, at most `_GONE_S`."""
     recovery_s: float = 0.0
-    """From the kill to the end of the first step after it; 0 if the next kill came before."""
+    """Seconds from the kill to the end of the first step after it; 0 if another kill came first."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What the run itself says of the restart."""
+    """Durations of the restart's parts, as recorded by the run."""
     orphans: int = 0
-    """Processes of the killed attempt that were there 5 s later."""
+    """Processes of the killed attempt that still ran 5 s later."""
     bit_equal: bool = False
-    """Whether the steps up to the next kill are those of the run that nobody killed."""
+    """Whether the losses up to the next kill equal those of the undisturbed run."""
     launch: int = 0
-    """How often the command was started before it."""
+    """Number of times the command had been started."""
     restart: int = 0
-    """Number of the restart in that launch."""
+    """Number of the restart within that launch."""
 
 
 class Run:
-    """The command and its ranks.
+    """The training command and its ranks.
 
     Args:
-        config: Written beside the run's directory.
-        num_ranks: How many.
-        max_restarts: For the supervisor.
+        config: The run; its config file is written next to the run's directory.
+        num_ranks: Number of ranks.
+        max_restarts: Restart limit of the supervisor.
     """
 
     def __init__(self, config: RunConfig, num_ranks: int, max_restarts: int) -> None:
@@ -102,7 +102,7 @@ class Run:
         self.launch()
 
     def launch(self) -> None:
-        """Starts the command, and waits until ranks are forked."""
+        """Starts the command and waits until the ranks are forked."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
         self.num_launches += 1
@@ -114,23 +114,23 @@ class Run:
         self.beats = Heartbeats.of_process(self.process.pid)
 
     def ranks(self) -> list[int]:
-        """Returns the processes of the ranks, in their order."""
+        """Returns the process ids of the ranks, in rank order."""
         return children_of(self.process.pid)
 
     def is_over(self) -> bool:
-        """Whether the command has ended."""
+        """Returns whether the command has ended."""
         return self.process.poll() is not None
 
 
 def is_in(beat: Heartbeat, wanted: str) -> bool:
-    """Whether a rank is where it is wanted."""
+    """Returns whether a rank is in the wanted phase."""
     if wanted in IN_A_SAVE:
         return beat.writing == Writing[wanted.upper()]
     return beat.phase == Phase[wanted.upper().replace("-", "_")]
 
 
 def wait_for(run: Run, rank: int, wanted: str, steps: int) -> bool:
-    """Waits until a rank is in a phase, and says whether the run still goes on."""
+    """Waits for a rank's phase after `steps` steps; returns whether the run is still running."""
     deadline = time.monotonic() + _HANG_S
     is_due = False
     while not run.is_over() and time.monotonic() < deadline:
@@ -145,7 +145,7 @@ def wait_for(run: Run, rank: int, wanted: str, steps: int) -> bool:
 
 
 def kill(run: Run, this: Kill, *, until_a_step: bool) -> None:
-    """Kills, and waits for new ranks, and for their first step if there is to be one."""
+    """Kills, then waits for new ranks and, with `until_a_step`, for their first step."""
     beat = run.beats[this.rank or 0]
     before = run.ranks()
     victim = run.process.pid if this.rank is None else before[this.rank]
@@ -173,7 +173,7 @@ def kill(run: Run, this: Kill, *, until_a_step: bool) -> None:
 
 
 def study(run: Run, arguments: argparse.Namespace) -> list[Kill]:
-    """Kills until it has been enough, or the run has ended."""
+    """Kills until `arguments.kills` is reached or the run has ended."""
     chance = random.Random(arguments.seed)
     kills: list[Kill] = []
     restarts = 0
@@ -196,7 +196,7 @@ def study(run: Run, arguments: argparse.Namespace) -> list[Kill]:
         rank = chance.randrange(arguments.ranks)
         wanted = chance.choice((*IN_A_STEP, *IN_A_SAVE))
         if wanted == "publish":
-            rank = 0  # Nobody else does.
+            rank = 0  # Only rank 0 publishes.
         steps = RESUMED_STEPS + chance.randrange(8)
         if not wait_for(run, rank, wanted, steps):
             break
@@ -221,7 +221,7 @@ def steps_of(config: RunConfig) -> dict[int, StepRow]:
 
 
 def judge(kills: list[Kill], config: RunConfig, reference: RunConfig) -> list[str]:
-    """Fills in what is known in the end, and returns what went wrong."""
+    """Completes the kills with the results of the finished run; returns everything that failed."""
     wrong = []
     ours, theirs = steps_of(config), steps_of(reference)
     is_equal = {step: ours.get(step) and ours[step].loss == theirs[step].loss for step in theirs}
@@ -258,7 +258,7 @@ def judge(kills: list[Kill], config: RunConfig, reference: RunConfig) -> list[st
 
 
 def newest(config: RunConfig) -> dict[str, bytes]:
-    """Returns the bytes of a run's newest checkpoint."""
+    """Returns the tensor files of a run's newest checkpoint: their bytes by name."""
     last = max((pathlib.Path(config.out) / "checkpoints").glob("step-*"))
     return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
 
@@ -279,7 +279,7 @@ def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -
         }
         lost = sum(not each.bit_equal or bool(each.orphans) for each in of_phase)
         if wrong and not any(not each.bit_equal or each.orphans for each in kills):
-            lost = len(of_phase)  # Nobody knows which kill it was.
+            lost = len(of_phase)  # The responsible kill is unknown: count all.
         record_fault(
             arguments.store,
             subject="supervised run",
@@ -298,7 +298,7 @@ def record(kills: list[Kill], wrong: list[str], arguments: argparse.Namespace) -
 
 
 def where(this: Kill) -> str:
-    """Returns the phase that a kill counts for: the one that it met."""
+    """Returns the phase that a kill counts for: the actual one, not the wanted one."""
     if this.rank is None:
         return LAUNCHER
     if this.wanted in IN_A_SAVE and this.writing == this.wanted:
@@ -307,7 +307,7 @@ def where(this: Kill) -> str:
 
 
 def main() -> int:
-    """Trains twice, kills in one of the runs, prints and records what came of it."""
+    """Trains twice, kills in one of the runs, and prints and records the outcome."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--kills", type=int, default=60, help="after ten resumed steps each")

@@ -1,10 +1,10 @@
-"""What `apply_layout` costs over torch's pieces called bare: the same layout, written by hand.
+"""Measures the overhead of `apply_layout` over the same layout built with plain torch calls.
 
     python scripts/layout_overhead.py results/layout-overhead.jsonl
 
-Four ranks on loopback train one model twice under tensor 2 with shard 2 (ZeRO-3), once laid out by
-Paceline and once by the plain calls that torch's documentation shows. Steps alternate, and so does
-which of the two is first.
+Four ranks on loopback train one model twice under tensor 2 with shard 2 (ZeRO-3): once laid out by
+Paceline, and once by the plain calls that torch's documentation shows. Steps alternate, and so does
+their order. Appends one `comparison` record to the store.
 """
 
 import argparse
@@ -48,7 +48,7 @@ WARMUP = 3
 
 
 def by_hand(model: TransformerLM) -> None:
-    """Lays the model out without Paceline."""
+    """Lays the model out with plain torch calls."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for block in model.blocks:
         parallelize_module(
@@ -94,14 +94,14 @@ def our_step(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
 
 
 def bare_step(model: nn.Module, tokens: Tensor, targets: Tensor) -> None:
-    """Computes gradients without Paceline."""
+    """Computes gradients with plain torch calls."""
     with loss_parallel():
         logits = model(tokens).flatten(0, 1).float()
         F.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
 
 
 def both_ways(rank: int, world_size: int, rounds: int) -> list[list[float]]:
-    """Returns the seconds of each step, Paceline's and the bare one's."""
+    """Returns the seconds of each step, with Paceline and with plain torch."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)

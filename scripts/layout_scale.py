@@ -1,11 +1,12 @@
-"""One rank of 1,024 under a layout of a 70B model: what it holds, and what laying it out costs.
+"""Measures one rank of 1,024 under layouts of a 70B model: its parameter bytes and setup time.
 
     python scripts/layout_scale.py --store results/layout-scale.jsonl
 
-torch's fake process group makes this process one rank of many, first of the first stage and then of
-the last; nothing is sent. The model is on the meta device, which has shapes but no values. Its
-mesh, its stages, its DTensors and its shards are made by what the trainer uses, and the bytes of
-this rank's parameters are laid beside those that the planner accounts for on the fullest stage.
+torch's fake process group makes this process the first rank of many and then the last, which cover
+the first and the last stage; nothing is sent. The model is on the meta device, which has shapes but
+no values. The trainer's own code builds the mesh, stages, DTensors and shards. The bytes of the
+rank's parameters are compared with those that the planner predicts for the fullest stage. With
+--store, appends one `construction` record per layout and rank.
 """
 
 import argparse
@@ -50,7 +51,7 @@ LAYOUTS = (
 
 
 def lay_out(layout: ParallelLayout, rank: int) -> nn.Module:
-    """Returns what a rank has of the model."""
+    """Returns a rank's part of the model."""
     with torch.device("meta"):
         model = TransformerLM(model_preset(MODEL), activation_checkpointing="full")
     groups = MeshGroups(layout, rank, layout.world_size, torch.device("cpu"))
@@ -68,7 +69,7 @@ def parameter_bytes(part: nn.Module) -> int:
 
 
 def planned_bytes(layout: ParallelLayout) -> float:
-    """Returns the bytes of parameters that the planner accounts for on the fullest stage."""
+    """Returns the planner's bytes of parameters on the fullest stage."""
     workload = Workload(
         shape=model_preset(MODEL),
         precision=Precision(),
@@ -82,7 +83,7 @@ def planned_bytes(layout: ParallelLayout) -> float:
 
 
 def main() -> int:
-    """Lays the model out in every way, as the first rank and as the last."""
+    """Lays the model out under every layout, as the first rank and as the last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", type=pathlib.Path, default=None)
     arguments = parser.parse_args()

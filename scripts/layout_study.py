@@ -1,13 +1,15 @@
-"""Measures layouts of four ranks beside the plan, and says how far the plan was off.
+"""Measures layouts of four ranks, and reports the errors of the plan.
 
     python scripts/layout_study.py results/layouts.jsonl
     python scripts/layout_study.py results/layouts.jsonl --only-read
 
 For every place (four ranks on loopback; two hosts of two ranks with shaped links, which need root)
-and every model: calibrate, measure all layouts in turn, predict them. Then: the error of predicted
-step times, each corrected by what the other cases teach; that of memory; and the regret, which is
-what the layout with the smallest predicted time, corrected without the cases of its own model at
-its own place, costs more than the fastest measured one, round by round.
+and every model, it calibrates, measures all layouts in turn and predicts them. Appends `layout`
+records and their predictions to the store; --only-read skips this. It then prints the errors of
+step time, each prediction corrected by the other cases, the errors of memory, and the regret. The
+regret is the relative extra time of the layout with the smallest predicted time over the fastest
+measured one, median of the rounds. These predictions are corrected without the cases of the same
+model at the same place.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from run_paceline import run_paceline
 
 from paceline.records import Record, RecordStore
 
-# With a layer for each of four stages; the shorter steps are, the more rounds.
+# At least one layer for each of four stages; models with shorter steps run more rounds.
 MODELS = {
     ("--model", "bytes-6M"): "15",
     ("--model", "bytes-34M", "--num-layers", "4"): "9",
@@ -36,7 +38,7 @@ LAYOUTS = (
 
 
 def main() -> None:
-    """Measures, unless told not to, and summarises."""
+    """Measures, unless --only-read is given, and prints a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--only-read", action="store_true")
@@ -45,7 +47,7 @@ def main() -> None:
         for model, rounds in MODELS.items():
             with tempfile.TemporaryDirectory() as directory:
                 calibration = pathlib.Path(directory) / "calibration.jsonl"
-                # The ranks of one host, which others join over the slow link.
+                # The two ranks of one host; `measure` calibrates all four over the link.
                 calibrate([], model, calibration, "--world-size", "2")
                 for rate in RATES:
                     measure(arguments.store, calibration, model, rate, rounds)
@@ -55,7 +57,7 @@ def main() -> None:
 def calibrate(
     launcher: list[str], model: tuple[str, ...], store: pathlib.Path, *ranks: str
 ) -> None:
-    """Calibrates ranks on the sizes of a model's micro-batches."""
+    """Calibrates ranks on a model's micro-batch sizes."""
     batches = ["--batch", "1", "2", "4", "--time-limit-s", "25"]
     run_paceline(launcher, "calibrate", *model, *batches, "--store", str(store), *ranks)
 

@@ -1,4 +1,4 @@
-"""Layouts measured beside the plan: errors and regret, from the records of `layout_study.py`."""
+"""Tables that compare layouts with the plan, from `layout_study.py` and `layout_scale.py`."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,33 +23,33 @@ LAYOUT_TERMS = {
     "engine": ("engine_s",),
     "exposed": ("tensor_s", "context_s", "stages_s", "data_s"),
 }
-"""The planner's terms by the factor that they have in common."""
+"""The planner's terms, grouped by shared correction factor."""
 STEP, PEAK = "step_time_s", "peak_bytes"
 Place = tuple[str, str]
-"""A model, and the link between hosts."""
+"""A model and the link between hosts."""
 
 
 class Study(NamedTuple):
-    """Layouts that were predicted and measured."""
+    """Layouts with predictions and measurements."""
 
     cases: list[BacktestCase]
     time_errors: list[float]
-    """Of the plan's step time, uncorrected, relative."""
+    """Relative errors of the plan's uncorrected step times."""
     memory_errors: list[float]
     rounds: dict[tuple[Place, str], tuple[float, ...]]
-    """Step times by place and layout; the layouts of a place took their steps in turn."""
+    """Step times by place and layout; the layouts of a place took turns."""
 
 
 class Choice(NamedTuple):
-    """What the plan would have chosen for a model at a place, beside the fastest."""
+    """The layout that the plan would choose at a place, compared with the fastest one."""
 
     place: Place
     held_out: list[HeldOutPrediction]
-    """Its layouts, predicted by what the cases of other places and models teach."""
+    """Predictions for the layouts of the place, corrected by the cases of all other places."""
     chosen: BacktestCase
     fastest: BacktestCase
     regret: float
-    """What the choice costs more than the fastest, in the median of the rounds."""
+    """Relative extra step time of the chosen layout over the fastest: median of the rounds."""
 
 
 def read_study(records: Sequence[Record]) -> Study:
@@ -72,7 +72,7 @@ def read_study(records: Sequence[Record]) -> Study:
 
 
 def choices(study: Study) -> list[Choice]:
-    """Returns what the plan would have chosen at each place, without having seen it."""
+    """Returns the plan's choice at each place, made without the place's own measurements."""
     cases, found = study.cases, []
     for place in dict.fromkeys(_place(case) for case in cases):
         here = [case for case in cases if _place(case) == place]
@@ -87,7 +87,7 @@ def choices(study: Study) -> list[Choice]:
 
 
 def layouts_table(records: Sequence[Record]) -> Table:
-    """Makes a row of every model and place: errors, choice and regret."""
+    """Returns a table with a row per model and link: errors, choice and regret."""
     study = read_study(records)
     by_place: dict[Place, list[HeldOutPrediction]] = {}
     for each in leave_one_out(study.cases, LAYOUT_TERMS):
@@ -120,7 +120,7 @@ def layouts_table(records: Sequence[Record]) -> Table:
 
 
 def summary(study: Study) -> str:
-    """Returns errors of all cases in a sentence."""
+    """Returns the errors over all cases as a sentence."""
     held_out = summarize(leave_one_out(study.cases, LAYOUT_TERMS))
     plain = statistics.median(map(abs, study.time_errors))
     memory = list(map(abs, study.memory_errors))
@@ -133,7 +133,7 @@ def summary(study: Study) -> str:
 
 
 def layout_times_table(records: Sequence[Record], model: str) -> Table:
-    """Makes a row of every layout of a model: measured and predicted steps at each place."""
+    """Returns a table with a row per layout of a model: measured step and error for each link."""
     cases = leave_one_out(read_study(records).cases, LAYOUT_TERMS)
     cases = [each for each in cases if each.case.labels["model"] == model]
     links = list(dict.fromkeys(each.case.labels["link"] for each in cases))
@@ -154,7 +154,7 @@ def layout_times_table(records: Sequence[Record], model: str) -> Table:
 
 
 def scale_table(records: Sequence[Record]) -> Table:
-    """Makes a row of every rank that was laid out on the meta device."""
+    """Returns a table with a row per rank that was laid out on the meta device."""
     rows = []
     for record in records:
         held, planned = (record.metrics[name].value for name in ("tensor_bytes", "planned_bytes"))
@@ -195,7 +195,7 @@ def _case(own: Record, plan: Record) -> BacktestCase:
 
 
 def _model(record: Record) -> str:
-    """Returns the name of a preset, or what tells a shape of one's own."""
+    """Returns the name of the preset, or a description of a custom shape."""
     case = record.case
     if case["model"] != "custom":
         return str(case["model"])

@@ -1,9 +1,9 @@
-"""Measures what a ShardedOptimizer's step costs in Python: CPU time per bucket and per parameter.
+"""Measures the Python cost of a ShardedOptimizer step: CPU time per bucket and per parameter.
 
-Two ranks train a model of many small layers, whose arithmetic takes next to nothing, once in few
-buckets and once in many. The CPU time of the step's own thread (not the time that passes, which
-depends on what else the machine does) is compared with that of torch's optimizer over the same
-parameters. Run it on an idle machine:
+Two ranks train a model of many small layers, whose arithmetic is negligible, with few buckets and
+with many. The CPU time of the calling thread (not the elapsed time, which depends on other load) is
+compared with that of torch's optimizer over the same parameters. Prints the costs; writes no
+record. Run it on an idle machine:
 
     python scripts/optimizer_cost.py --layers 200 --steps 40
 """
@@ -35,7 +35,7 @@ class _Block(nn.Module):
 def _measure(
     _rank: int, _world_size: int, num_layers: int, steps: int, num_buckets: int, optimizer: str
 ) -> dict[str, float]:
-    """Returns the median CPU milliseconds of a step, and the number of buckets and parameters."""
+    """Returns the median CPU milliseconds of a step, and the numbers of buckets and parameters."""
     torch.manual_seed(0)
     optimizer_cls = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     inner = nn.Sequential(*(_Block() for _ in range(num_layers)))

@@ -1,7 +1,9 @@
-"""Records the searches that docs/which-layout.md shows, beside the layouts that Meta published.
+"""Runs the searches of docs/which-layout.md, and compares them with published layouts.
 
-OMP_NUM_THREADS=1 python scripts/plan_search.py results/plan-search.jsonl
-OMP_NUM_THREADS=1 python scripts/plan_search.py results/plan-search-experts.jsonl --experts
+    OMP_NUM_THREADS=1 python scripts/plan_search.py results/plan-search.jsonl
+    OMP_NUM_THREADS=1 python scripts/plan_search.py results/plan-search-experts.jsonl --experts
+
+Appends one `plan_search` record per layout to the store.
 """
 
 import argparse
@@ -20,24 +22,24 @@ from paceline.planner.search.search import SearchResult, search
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
 LLAMA3_TOKENS = 15.6e12
-# The Llama 3 Herd of Models, 2024, table 4: devices, tokens of a batch and of a sequence, the
-# layout, and TFLOP/s per device as measured. Nothing was recomputed in the first two. The third row
-# multiplies to 8,192 devices and prints 16,384; it is taken at 16,384.
+# The Llama 3 Herd of Models, 2024, table 4: devices, tokens per batch and per sequence, layout, and
+# measured TFLOP/s per device. The first two rows recompute nothing. The degrees of the third row
+# multiply to 8,192 devices, but the table prints 16,384; 16,384 is used.
 LLAMA3 = (
     (8_192, 16 * 2**20, 8_192, "tp=8,cp=1,pp=16,recompute=none", 430.0),
     (16_384, 16 * 2**20, 8_192, "tp=8,cp=1,pp=16,recompute=none", 400.0),
     (16_384, 16 * 2**20, 131_072, "tp=8,cp=16,pp=16", 380.0),
 )
-# Recipes of NeMo on H100s: model, devices, sequences of a batch, the layout, seconds of a step as
-# measured. These rows are among those that calibrate the prediction; what was chosen is not.
+# NeMo recipes on H100s: model, devices, sequences per batch, layout, measured seconds per step.
+# These rows are part of the calibration data; the search's own choices are not.
 NVIDIA = (
     ("llama3-70B", 64, 128, "tp=4,cp=2,pp=4,vp=5,zero=1,micro=1,recompute=none", 14.72),
     ("llama3-70B", 64, 128, "tp=4,cp=1,pp=8,vp=5,zero=1,micro=1,recompute=none", 14.66),
     ("llama3-405B", 576, 252, "tp=8,cp=2,pp=9,vp=7,zero=1,micro=1,recompute=none", 17.2),
 )
-# Recipes of Megatron-Bridge for mixtures of experts on H100s in float8, releases 26.06, 26.02.01
-# and 26.04.01, as above; seconds are from tokens per second and device. What they recompute is not
-# stated.
+# Megatron-Bridge recipes for mixtures of experts on H100s in float8, releases 26.06, 26.02.01 and
+# 26.04.01, with the same columns. Seconds are derived from tokens per second per device. The
+# recipes do not state what they recompute.
 MIXTURES = (
     ("qwen3-30B-A3B", 16, 1024, "tp=1,cp=1,pp=1,ep=16,zero=1,micro=1", 29.70),
     ("qwen3-30B-A3B", 16, 1024, "tp=1,cp=1,pp=2,vp=12,ep=8,zero=1,micro=1", 28.94),
@@ -47,7 +49,7 @@ _PUBLISHED = "published by Meta"
 
 
 def main() -> int:
-    """Searches, and appends one record per layout."""
+    """Runs the searches and appends one record per layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--experts", action="store_true", help="mixtures instead of dense models")
@@ -80,7 +82,7 @@ def example() -> Iterator[Record]:
 
 
 def pareto() -> Iterator[Record]:
-    """Yields the best layout of every number of devices."""
+    """Yields the best layout for each number of devices."""
     result = _search("llama3-70B", 64, 4 * 2**20, 8192)
     for point in front(result.question, result.costs):
         record = _record("front", "llama3-70B", point.devices, result, point.choice, 1, tokens=1e12)
@@ -89,7 +91,7 @@ def pareto() -> Iterator[Record]:
 
 
 def nvidia() -> Iterator[Record]:
-    """Yields NVIDIA's recipes as predicted and as measured, each after the search's own."""
+    """Yields NVIDIA's recipes, predicted and measured, each after the search's best layout."""
     for model, devices, sequences, asked, measured_s in NVIDIA:
         result = _search(model, devices, sequences * 8192, 8192)
         peak = ClusterOptions().peak_flops()
@@ -105,7 +107,7 @@ def _beside(
     asked: str,
     measured_s: float,
 ) -> Iterator[Record]:
-    """Yields what the search finds, and a published layout as predicted and as measured."""
+    """Yields the search's best layout, then a published layout, predicted and measured."""
     other = compare(asked, result.best, result.question, result.costs, peak)
     for rank, choice in enumerate((result.best, other.other), start=1):
         record = _record(study, model, devices, result, choice, rank, tokens=1e12)
@@ -123,7 +125,7 @@ def experts() -> Iterator[Record]:
 
 
 def expert_recipes() -> Iterator[Record]:
-    """Yields recipes of Megatron-Bridge for mixtures, each after the search's own."""
+    """Yields Megatron-Bridge's recipes for mixtures, each after the search's best layout."""
     for model, devices, sequences, asked, measured_s in MIXTURES:
         result = _search(model, devices, sequences * 4096, 4096, "float8")
         peak = ClusterOptions(precision="float8").peak_flops()
@@ -131,7 +133,7 @@ def expert_recipes() -> Iterator[Record]:
 
 
 def llama3() -> Iterator[Record]:
-    """Yields Meta's layouts of Llama 3 405B as predicted, each beside the search's own."""
+    """Yields Meta's layouts of Llama 3 405B, each after the search's best layout."""
     for devices, batch_tokens, context, asked, measured in LLAMA3:
         result = _search("llama3-405B", devices, batch_tokens, context)
         peak = ClusterOptions().peak_flops()
@@ -149,7 +151,7 @@ def llama3() -> Iterator[Record]:
 
 
 def hundred_thousand() -> Iterator[Record]:
-    """Yields what 100,000 devices bring, with batches from 16M to 128M tokens."""
+    """Yields the best layouts of 100,000 devices, for batches from 16M to 128M tokens."""
     for millions in (16, 32, 64, 128):
         result = _search("llama3-405B", 100_000, millions * 2**20, 8192)
         study = "100,000 devices"

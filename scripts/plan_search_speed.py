@@ -1,6 +1,8 @@
-"""Records the processor time and the memory of exact searches, on one core.
+"""Measures the CPU time and peak memory of exact layout searches, on one core.
 
-OMP_NUM_THREADS=1 python scripts/plan_search_speed.py results/plan-search-speed.jsonl
+    OMP_NUM_THREADS=1 python scripts/plan_search_speed.py results/plan-search-speed.jsonl
+
+Appends one `plan_search_speed` record per search to the store.
 """
 
 import argparse
@@ -15,8 +17,8 @@ from paceline.core import model_preset
 from paceline.planner.search.search import search
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
-# Model, devices, tokens of a batch and of a sequence. The last two have numbers of devices and
-# sequences with many divisors: that is what makes a space large.
+# Model, devices, tokens per batch and per sequence. In the last two cases, the numbers of devices
+# and sequences have many divisors, which makes the search space large.
 CASES = (
     ("llama3-70B", 64, 4 * 2**20, 8192),
     ("llama3-405B", 16_384, 16 * 2**20, 8192),
@@ -26,7 +28,7 @@ CASES = (
 
 
 def measure(case: int) -> None:
-    """Prints candidates, seconds of processor and of clock, and the resident peak."""
+    """Prints candidates, fitting layouts, CPU and elapsed seconds, and peak resident bytes."""
     model, devices, batch_tokens, context = CASES[case]
     cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context)
     question, costs = cluster.question(model_preset(model), devices), cluster.costs()
@@ -38,7 +40,7 @@ def measure(case: int) -> None:
 
 
 def main() -> int:
-    """Measures each search in a process of its own, whose peak is its own."""
+    """Measures each search in a separate process, because peak memory is per process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--case", type=int)

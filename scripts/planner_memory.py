@@ -1,11 +1,13 @@
-"""Holds the memory of layouts against peaks that were published, and records every row.
+"""Compares the planner's memory predictions with published peaks.
 
     python scripts/planner_memory.py results/planner-memory.jsonl
 
-Rows with a peak are predicted; the two constants of a framework that has any are fitted again with
-the row's model left out, so that no row is predicted by constants which it helped to fit. Rows
-without a peak ran, so that they must fit their device, or went out of memory, so that they must
-not; where a row does not say what was recomputed, full recomputation must fit.
+Rows with a peak are predicted. If their framework has fitted constants, both are refitted without
+the row's model, so that no row is predicted with constants that it helped to fit. Rows without a
+peak either ran and must fit their device, or ran out of memory and must not fit. If a row does not
+state what was recomputed, full recomputation must fit. Appends `published_memory` records to the
+store: one for each row that has a peak, ran out of memory or has a wrong verdict, and one for each
+count of verdicts.
 """
 
 import argparse
@@ -39,25 +41,25 @@ Array = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictedPeak:
-    """A row beside what the accounting says of it."""
+    """A published row and its predicted memory."""
 
     case: Case
     measured: float | None
     predicted: float
     leanest: float
-    """The same with full recomputation."""
+    """Predicted bytes with full recomputation."""
     dynamic: float
-    """Activations and working memory."""
+    """Predicted bytes of activations and working memory."""
     capacity: float | None
 
     @property
     def is_stated(self) -> bool:
-        """Whether the row says what was recomputed."""
+        """Whether the row states what was recomputed."""
         return self.case.run.recompute is not None and "not stated" not in self.case.run.recompute
 
     @property
     def verdict(self) -> str:
-        """Fits or refused, by the leanest way of running it where the row leaves that open."""
+        """Fits, refused or unknown device; with full recomputation if the row states nothing."""
         if self.capacity is None:
             return "unknown device"
         needed = self.predicted if self.is_stated else self.leanest
@@ -65,7 +67,7 @@ class PredictedPeak:
 
 
 def memory_cases() -> list[Case]:
-    """Returns the rows whose layout and batch are known; those out of memory have no time."""
+    """Returns the rows with known layout and batch; out-of-memory rows have no step time."""
     return [case for run in published_runs() if (case := _case(run)) is not None]
 
 
@@ -74,7 +76,7 @@ def _case(run: PublishedRun) -> Case | None:
     if model is None or run.data is None or run.context_length is None or run.global_batch is None:
         return None
     local = run.global_batch // run.data
-    # torchtitan cuts a local batch into as many micro-batches as there are stages.
+    # torchtitan splits a local batch into as many micro-batches as there are stages.
     unstated = local // run.pipeline if run.framework == "torchtitan" else 1
     micro_batch = run.micro_batch or max(unstated, 1)
     if local < micro_batch:
@@ -92,14 +94,14 @@ def _case(run: PublishedRun) -> Case | None:
 
 
 def measured_bytes(run: PublishedRun) -> float | None:
-    """Returns a row's peak: nvidia-smi's GB, or the allocator's GiB."""
+    """Returns a row's peak in bytes, from nvidia-smi's GB or the allocator's GiB."""
     if "memory_gb" in run.also:
         return run.also["memory_gb"] * GB_OF_NVIDIA_SMI
     return run.also["memory_gib"] * GIB if "memory_gib" in run.also else None
 
 
 def predict_peaks(cases: list[Case]) -> list[PredictedPeak]:
-    """Predicts all rows but those of experts, whose memory is not accounted for."""
+    """Predicts all rows except mixtures of experts, whose memory is not accounted for."""
     cases = [case for case in cases if case.experts is None]
     columns = np.zeros((3, len(cases)))
     for group in group_cases(cases):
@@ -136,7 +138,7 @@ def _capacity(case: Case) -> float | None:
 
 
 def fit_constants(peaks: list[PredictedPeak]) -> tuple[float, float]:
-    """Fits constant and gaps of one framework to its peaks, in relative error."""
+    """Fits the constant and the gaps of one framework to its peaks, by relative error."""
     memories = [_memory(peak) for peak in peaks]
     measured = np.array([peak.measured for peak in peaks])
     basis = _basis(peaks)
@@ -158,7 +160,7 @@ def _basis(peaks: list[PredictedPeak]) -> Array:
 
 
 def held_out(peaks: list[PredictedPeak]) -> list[PredictedPeak]:
-    """Predicts each row by constants that were fitted without its model, where there are any."""
+    """Predicts each row with constants fitted without its model, if its framework has any."""
     known = [peak for peak in peaks if peak.measured is not None]
     found = []
     for peak in peaks:
@@ -181,7 +183,7 @@ def held_out(peaks: list[PredictedPeak]) -> list[PredictedPeak]:
 
 
 def main() -> int:
-    """Records every row."""
+    """Predicts all rows, and records the comparisons and the counts of verdicts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     store, environment = RecordStore(parser.parse_args().store), capture_environment()

@@ -1,9 +1,10 @@
 """Predicts the published runs with each model held out; records errors, coverage and regret.
 
-OMP_NUM_THREADS=1 python scripts/planner_validation.py results/planner-validation.jsonl
+    OMP_NUM_THREADS=1 python scripts/planner_validation.py results/planner-validation.jsonl
 
---calibrations writes the fitted calibrations as well, --without leaves one term out of every fit
-and records what that does, --pools takes some pools only.
+--calibrations also writes the fitted calibrations, --without drops one term from every fit to
+record its effect, and --pools selects some pools. Appends `planner_validation` records to the
+store: accuracy and regret by source.
 """
 
 import argparse
@@ -24,7 +25,7 @@ LEAST_ROWS = 6
 
 
 def accuracy(source: str, results: list[PoolResult]) -> dict[str, float]:
-    """Returns errors and intervals of all rows of a source that were predicted."""
+    """Returns errors and interval coverage over all predicted rows of a source."""
     predicted = np.concatenate([each.predicted for each in results])
     measured = np.concatenate([each.measured for each in results])
     low = np.concatenate([each.low for each in results])
@@ -48,7 +49,7 @@ def accuracy(source: str, results: list[PoolResult]) -> dict[str, float]:
 
 
 def regret(results: list[PoolResult]) -> dict[str, float]:
-    """Returns the regrets of the sweeps of a source."""
+    """Returns the regrets over the sweeps of a source."""
     found = [each for result in results for each in sweep_regrets(result.cases, result.predicted)]
     if not found:
         return {}
@@ -64,7 +65,7 @@ def regret(results: list[PoolResult]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Validates every pool and records what each source showed."""
+    """Validates every pool and records the results by source."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--calibrations", type=pathlib.Path)

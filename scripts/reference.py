@@ -1,10 +1,10 @@
-"""Makes two pages of the manual: what its reference shows, and the courses' problems.
+"""Generates two pages of the manual: the API reference and the courses' problems.
 
     python scripts/reference.py
 
-The reference is every name that a room exports: mkdocs reads the docstrings, this only says which
-ones, so that none can be forgotten. The courses' page is course/README.md with links that work from
-there. A test compares both with what is committed.
+docs/generated/reference.md lists every name that a package exports, so that none is forgotten;
+mkdocs renders the docstrings. docs/generated/course.md is course/README.md with links adapted to
+the manual. A test compares both pages with the committed files.
 """
 
 import ast
@@ -18,7 +18,7 @@ TABLES = ROOT / "docs" / "generated"
 
 
 def exports() -> dict[str, tuple[str, list[str]]]:
-    """Returns the first line of each room's docstring and the names that it exports."""
+    """Returns, by package, the first line of its docstring and its exported names."""
     rooms = {}
     for path in sorted(PACKAGE.glob("*/__init__.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -33,12 +33,12 @@ def course_page() -> str:
     """Returns course/README.md as a page of the manual, without its title."""
     text = (ROOT / "course" / "README.md").read_text(encoding="utf-8").partition("\n")[2].lstrip()
     text = text.replace("](../docs/", "](")
-    # What is not part of the manual is named, not linked.
+    # Files outside the manual are named, not linked.
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"`\1`", text)
 
 
 def reference_page() -> str:
-    """Returns the names whose docstrings mkdocs shows, room by room."""
+    """Returns the mkdocs directives of all exported names, by package."""
     parts = []
     for room, (summary, names) in exports().items():
         parts.append(f"## {room}\n\n{summary}\n")
@@ -47,7 +47,7 @@ def reference_page() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Returns the generated pages by their file names."""
+    """Returns the generated pages by file name."""
     return {"reference.md": reference_page(), "course.md": course_page()}
 
 

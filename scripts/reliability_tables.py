@@ -1,4 +1,4 @@
-"""Tables of all that runs were made to survive: tried, survived, lost, from committed records."""
+"""Tables of all injected faults from committed records: tried, survived and lost."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,21 +8,21 @@ from paceline.records import Record
 from paceline.reports.tables.table import Table
 
 _MOST_DIFFERENCE = 1e-5
-"""Of a loss, relative, when a run goes on with another number of ranks."""
+"""Largest accepted relative difference of a loss after a run resumes in another layout."""
 
 Read = Callable[[str], list[Record]]
 """Reads a committed store by name."""
 
 
 class Row(NamedTuple):
-    """One row: what happens, and the records that say how it went."""
+    """One row: a fault and the records of its trials."""
 
     what: str
     store: str
     holds: str
-    """What counts as survived."""
+    """Criterion for a trial to count as survived."""
     is_of: Callable[[Record], bool] = lambda _: True
-    """Whether a record of the store belongs to it."""
+    """Returns whether a record of the store belongs to the row."""
 
 
 def _fault(*words: str) -> Callable[[Record], bool]:
@@ -132,7 +132,7 @@ ROWS = (
 
 
 def reliability_table(read: Read) -> Table:
-    """Makes the table of everything that was tried."""
+    """Returns the table of all faults that were tried."""
     rows = []
     for row in ROWS:
         records = [record for record in read(row.store) if row.is_of(record)]
@@ -148,7 +148,7 @@ def reliability_table(read: Read) -> Table:
 
 
 def _counts(record: Record) -> tuple[int, int]:
-    """Returns how often a record has tried its fault, and how often that lost something."""
+    """Returns the number of trials in a record, and how many of them lost something."""
     if record.kind == "fault":
         return int(record.metrics["num_tried"].value), int(record.metrics["num_lost"].value)
     if "loss_difference" in record.metrics:
@@ -157,7 +157,7 @@ def _counts(record: Record) -> tuple[int, int]:
 
 
 def kills_table(records: Sequence[Record]) -> Table:
-    """Makes the table of kills of supervised runs, by what was killed in which phase."""
+    """Returns the table of kills of supervised runs, by victim and phase."""
     by_fault: dict[str, list[Record]] = {}
     for record in records:
         by_fault.setdefault(str(record.case["fault"]), []).append(record)
@@ -182,7 +182,7 @@ _PARTS = {
 
 
 def recovery_table(records: Sequence[Record]) -> Table:
-    """Makes the table of what a restart consists of."""
+    """Returns the table of the parts of a restart and their times."""
     rows = []
     for name, meaning in _PARTS.items():
         times = _samples(records, name)
@@ -196,7 +196,7 @@ def recovery_table(records: Sequence[Record]) -> Table:
 
 
 def replicas_table(records: Sequence[Record]) -> Table:
-    """Makes the table of replicas that were killed: what the others lost, and when it was back."""
+    """Returns the table of killed replicas: pauses of the others, and times until recovery."""
     (killed,) = [record for record in records if "paused_s" in record.metrics]
     rows = [
         (label, f"{statistics.median(times):.1f}", f"{min(times):.1f}", f"{max(times):.1f}")

@@ -1,9 +1,9 @@
-"""Runs a test suite several times in a row and looks for flakes and for what is left behind.
+"""Runs a test suite several times in a row to find flaky tests and leaked resources.
 
     python scripts/repeat.py 20 tests/distributed > results/distributed-repeats.md
 
-After each round there must be no process, network namespace or temporary file of Paceline's that
-was not there before. Stops at the first failure.
+After each round, no new process, network namespace or temporary file of Paceline may be left. Stops
+at the first failure. Prints a Markdown table with one row per round.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ import time
 
 
 def leftovers() -> set[str]:
-    """Names what a round could leave: processes, network namespaces, files."""
+    """Returns everything that a round could leave behind: processes, namespaces, files."""
     found = set()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -31,7 +31,7 @@ def leftovers() -> set[str]:
 
 
 def main() -> int:
-    """Repeats, and prints a table of the rounds."""
+    """Repeats the test suite and prints a table of the rounds."""
     rounds, *arguments = sys.argv[1:]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow", *arguments]
     print(f"`pytest {' '.join(arguments)}`, {rounds} rounds in a row\n")
@@ -42,7 +42,7 @@ def main() -> int:
         result = subprocess.run(command, capture_output=True, text=True)
         seconds = time.monotonic() - started
         summary = re.sub(r" in .*", "", result.stdout.strip().splitlines()[-1])
-        time.sleep(1)  # The kernel takes a moment to bury the last ones.
+        time.sleep(1)  # The kernel takes a moment to remove the last processes.
         left = leftovers() - before
         shown = ", ".join(sorted(left)) or "nothing"
         print(f"| {index + 1} | {summary} | {seconds:.0f} | {shown} |", flush=True)

@@ -1,12 +1,13 @@
-"""Kills among replicas that come and go, and of the launcher with its lighthouse.
+"""Kills elastic replicas, and the launcher with its lighthouse, and checks that the run recovers.
 
-A run with `parallel.elastic = "replicas"` loses one replica after another, each once all are back
-and ten more steps are done; now and then the launcher, which has the lighthouse in its process, is
-killed and the command started again. For each kill of a replica: how long the others stood still,
-and how long until all were back. In the end every step must be there, every sample used exactly
-once, and no process left.
+A run with `parallel.elastic = "replicas"` loses one replica after another, each after all are back
+and ten more steps are done. Some kills hit the launcher, whose process contains the lighthouse; the
+command is then started again. For each killed replica, the study measures how long the other
+replicas paused and how long it took until all were back. At the end, every step must be recorded,
+every sample used exactly once, and no process left.
 
-Needs torchft (`pip install 'paceline[elastic]'`).
+Appends two `fault` records to the store: kills of replicas and kills of the launcher. Requires
+torchft (`pip install 'paceline[elastic]'`).
 
     python scripts/replica_study.py results/replicas.jsonl
 """
@@ -39,7 +40,7 @@ _POLL_S = 0.005
 
 
 class Run:
-    """The command, started again after its launcher was killed."""
+    """The training command, which is started again after its launcher was killed."""
 
     def __init__(self, config: RunConfig, num_replicas: int) -> None:
         path = write_config(config)
@@ -56,15 +57,15 @@ class Run:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
     def rows(self) -> list[MetricsRow]:
-        """Returns what the run has told so far."""
+        """Returns the metrics rows of the run so far."""
         return list(MetricsFile(self._metrics).read()) if self._metrics.exists() else []
 
     def num_steps(self) -> int:
-        """Returns the steps that are done."""
+        """Returns the number of completed steps."""
         return max((row.step for row in self.rows() if isinstance(row, StepRow)), default=0)
 
     def num_live(self) -> int:
-        """Returns how many replicas took part when that was last said."""
+        """Returns the number of live replicas, from the last event that states it."""
         said = [row.message for row in self.rows() if isinstance(row, EventRow)]
         found = re.findall(
             rf"(\d+) of {self._num_replicas} (?:replicas|from step)", "\n".join(said)
@@ -72,7 +73,7 @@ class Run:
         return int(found[-1]) if found else 0
 
     def wait(self, until: Callable[[], bool]) -> float:
-        """Waits for something; returns the seconds that it took."""
+        """Waits until a condition is true; returns the seconds that it took."""
         began = time.monotonic()
         while not until():
             if self.process.poll() is not None or time.monotonic() - began > _LONGEST_S:
@@ -82,7 +83,7 @@ class Run:
 
 
 def study(run: Run, arguments: argparse.Namespace) -> tuple[list[float], list[float], int]:
-    """Kills; returns how long others paused, how long a replica was away, and launcher kills."""
+    """Kills; returns the others' pauses, the replicas' absences, and the launcher kills."""
     chance = random.Random(arguments.seed)
     paused_s: list[float] = []
     away_s: list[float] = []
@@ -110,7 +111,7 @@ def study(run: Run, arguments: argparse.Namespace) -> tuple[list[float], list[fl
             continue
         os.kill(chance.choice(replicas), signal.SIGKILL)
         run.wait(lambda: run.num_live() < arguments.replicas)
-        # That is said before the first step without the lost one, which is the longest.
+        # The event precedes the first step without the lost replica, which is the longest.
         run.wait(has_more_than(run.num_steps()))
         paused = max(row.step_time_s for row in run.rows()[-20:] if isinstance(row, StepRow))
         seconds = run.wait(lambda: run.num_live() == arguments.replicas)
@@ -121,7 +122,7 @@ def study(run: Run, arguments: argparse.Namespace) -> tuple[list[float], list[fl
 
 
 def main() -> int:
-    """Trains twice, kills in one of the runs, prints and records."""
+    """Trains, kills, and prints and records the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--kills", type=int, default=30)
@@ -164,7 +165,7 @@ def main() -> int:
             subject="replicas",
             fault="SIGKILL of a replica",
             num_tried=len(paused_s),
-            num_lost=len(paused_s) if wrong else 0,  # Nobody knows which kill it was.
+            num_lost=len(paused_s) if wrong else 0,  # The responsible kill is unknown.
             case=case,
             metrics={"paused_s": paused_s, "away_s": away_s},
         )

@@ -1,12 +1,13 @@
-"""What one rank of very many pays before the first step: seconds and bytes, as ranks are added.
+"""Measures the setup cost of one rank, in seconds and bytes, as the number of ranks grows.
 
     python scripts/scale_study.py --store results/scale-study.jsonl
 
 torch's fake process group makes this process one rank of 64, 512, 4,096 and 16,384; nothing is
-sent. Each container is made of a model of a billion parameters on the meta device, which has shapes
-but no values, with its bucket plan, its shards, its optimizer and the plan of its checkpoint. How
-each grows is fitted as a power of the number of ranks: what is not to cost anything at scale has a
-power of zero or less. A rank's shards become smaller as ranks are added; nothing may grow.
+sent. Each container wraps a model of a billion parameters on the meta device, which has shapes but
+no values; its bucket plan, shards, optimizer and checkpoint plan are built, too. The growth of each
+cost is fitted as a power of the number of ranks; a cost that does not grow has a power of zero or
+less. A rank's shards become smaller as ranks are added; nothing may grow. With --store, appends one
+`construction` record per subject and number of ranks.
 """
 
 import argparse
@@ -59,11 +60,11 @@ WORLD_SIZES = (64, 512, 4096, 16384)
 BILLION = ModelShape(vocab_size=32_000, d_model=2048, d_ff=5632, num_layers=17, num_heads=16)
 _CAP_BYTES = 25 * MIB
 _GROWS = 0.1
-"""A power above this is growth; below, it is noise."""
+"""Powers above this are growth; smaller ones are noise."""
 
 
 class AllocatedBytes(TorchDispatchMode):
-    """Counts the memory of tensors that were made inside and are still there."""
+    """Counts the bytes of tensors that were created inside this mode and are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,14 +81,14 @@ class AllocatedBytes(TorchDispatchMode):
         return output
 
     def total(self) -> int:
-        """Returns how many bytes there are now."""
+        """Returns the bytes that are alive now."""
         gc.collect()
         return sum(size for storage, size in self._storages.items() if not storage.expired())
 
 
 @contextlib.contextmanager
 def one_rank_of(world_size: int) -> Iterator[None]:
-    """Makes this process the first of many ranks that do not exist."""
+    """Makes this process rank 0 of a fake group of `world_size` ranks."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -97,19 +98,19 @@ def one_rank_of(world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Lets containers that need values take a model on the meta device, and send none."""
+    """Lets containers that need values accept a model on the meta device; skips broadcasts."""
     cpu = torch.device("cpu")
     with (
         mock.patch.object(base, "require_supported", return_value=cpu),
         mock.patch.object(base, "broadcast_tensors"),
-        # The fake group has no options of which to make a second one like it.
+        # The fake group has no backend options, which a copy of it would need.
         mock.patch.object(container, "_copy_of", side_effect=lambda group, _device: group),
     ):
         yield
 
 
 def make_model(shape: ModelShape) -> nn.Module:
-    """Returns a model without values."""
+    """Returns a model on the meta device."""
     with torch.device("meta"):
         return TransformerLM(shape)
 
@@ -142,7 +143,7 @@ def _plans(model: nn.Module) -> Any:
 
 
 def _checkpoint_plan(model: nn.Module) -> Any:
-    """Plans what a rank of a sharded container writes."""
+    """Returns the checkpoint plan of a rank of a sharded container."""
     with without_values():
         sharded = ShardedDataParallel(model)
         optimizer = _adamw(sharded)
@@ -160,11 +161,11 @@ def _checkpoint_plan(model: nn.Module) -> Any:
 
 
 def _fully_sharded(model: nn.Module) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(model, initialize=lambda _module: None)  # Any values will do.
+    return FullyShardedDataParallel(model, initialize=lambda _module: None)  # Any values work.
 
 
 def _fully_sharded_checkpoint_plan(model: nn.Module) -> Any:
-    """Plans what a rank of a fully sharded container writes."""
+    """Returns the checkpoint plan of a rank of a fully sharded container."""
     sharded = _fully_sharded(model)
     planner = DefaultSavePlanner()
     planner.set_up_planner(sharded.state_dict(), None, False)
@@ -172,12 +173,12 @@ def _fully_sharded_checkpoint_plan(model: nn.Module) -> Any:
 
 
 def _flat() -> Tensor:
-    """Returns a bucket of few elements: what a launch costs does not depend on them."""
+    """Returns a small bucket; the cost of a launch does not depend on its size."""
     return torch.zeros(max(WORLD_SIZES) * 16)
 
 
 def _messages(_model: nn.Module) -> Any:
-    """Starts what a bucket sends in one step, in place as on GPUs."""
+    """Starts a bucket's collectives of one step, in place as on GPUs."""
     flat, world_size = _flat(), dist.get_world_size()
     borders = range(0, flat.numel() + 1, flat.numel() // world_size)
     group = dist.group.WORLD
@@ -187,7 +188,7 @@ def _messages(_model: nn.Module) -> Any:
 
 
 def _messages_of_torch(_model: nn.Module) -> Any:
-    """The same by bare calls, to tell what the fake group itself spends on ranks."""
+    """Starts the same collectives by bare calls, to show the cost of the fake group itself."""
     flat = _flat()
     own = flat[: flat.numel() // dist.get_world_size()]
     return (
@@ -216,7 +217,7 @@ SUBJECTS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def measure(subject: str, shape: ModelShape, repetitions: int) -> dict[str, float | list[float]]:
-    """Returns seconds, bytes of tensors and bytes of Python objects of one subject."""
+    """Returns the seconds, tensor bytes and peak bytes of Python objects of one subject."""
     build = SUBJECTS[subject]
     seconds = []
     for _ in range(repetitions):
@@ -242,7 +243,7 @@ def measure(subject: str, shape: ModelShape, repetitions: int) -> dict[str, floa
 
 
 def power_of(world_sizes: list[int], values: list[float]) -> float:
-    """Fits values as a power of the number of ranks; zero where they are all zero."""
+    """Fits values as a power of the number of ranks; returns zero if any value is zero."""
     if min(values) <= 0:
         return 0.0
     x = [math.log(size) for size in world_sizes]

@@ -1,7 +1,7 @@
-"""Studies that judge the methods by truths that are known: coverage, bias, and warnings.
+"""Studies of the scaling-law methods on known surfaces: coverage, bias and warnings.
 
-A 90% interval is right if it holds the truth in nine sweeps of ten; a diagnosis is right if it
-speaks up where the runs are not what the method assumes and keeps quiet where they are.
+A 90% interval is correct if it contains the truth in nine of ten sweeps. A diagnosis is correct if
+it warns when the runs violate the method's assumptions, and only then.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ _DIAGNOSIS_DRAWS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """How one method did over many noisy sweeps, at 100 times their largest budget."""
+    """Results of one method over many noisy sweeps, at 100 times their largest budget."""
 
     method: str
     covered: float
-    """Share of the sweeps whose interval of N holds the truth."""
+    """Share of the sweeps whose interval of N contains the truth."""
     covered_loss: float
-    """Share of the sweeps whose interval of the loss holds the truth."""
+    """Share of the sweeps whose interval of the loss contains the truth."""
     bias: float
-    """Median of the estimated N over the true one, less one."""
+    """Median ratio of the estimated to the true N, minus one."""
     deviation: float
     """Standard deviation of the log of the estimated N."""
     width: float
-    """Median of the interval's upper end over its lower one."""
+    """Median ratio of the interval's upper to its lower end."""
 
 
 def coverage_study(
@@ -81,10 +81,10 @@ def coverage_study(
 def warning_study(
     *, num_sweeps: int, noise: float, departure: Departure, surface: LossSurface = EPOCH
 ) -> tuple[float, float]:
-    """Returns how often the diagnosis says that sweeps lie on no surface, and the bias of N.
+    """Returns how often the diagnosis reports a misspecified surface, and the bias of N.
 
-    The bias is that of the parametric method at 100 times the largest budget, against the best
-    model of runs whose learning rate and warm-up are as they should be.
+    The bias is that of the parametric method at 100 times the largest budget, relative to the best
+    model of runs with the right learning rate and warm-up.
     """
     target = 100 * max(SweepDesign().budgets)
     sizes = float(surface.optimal_parameters(target)) * np.geomspace(1e-2, 1e2, 20_001)

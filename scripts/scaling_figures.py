@@ -1,9 +1,9 @@
-"""Makes the tables and pictures of docs/scaling-laws.md.
+"""Generates the tables and figures of docs/scaling-laws.md.
 
     PACELINE_COURSE_DATA=isoflops_curves.json python scripts/scaling_figures.py
 
-Tables come from committed records, and a test compares them with what is committed. Pictures come
-from the courses' runs, where those are at hand, and from a synthetic sweep.
+Tables come from committed records; a test compares them with the committed files. Figures come from
+a synthetic sweep, a committed backtest and, if available, the courses' runs.
 """
 
 import os
@@ -48,7 +48,7 @@ def tables() -> dict[str, str]:
 
 
 def main() -> int:
-    """Writes tables and pictures."""
+    """Writes tables and figures."""
     for name, text in tables().items():
         (TABLES / name).write_text(text, encoding="utf-8")
     noisy = fit(synthetic_sweep(EPOCH, noise=0.01, seed=1))

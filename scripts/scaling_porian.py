@@ -1,12 +1,13 @@
-"""Holds the methods of scaling laws against a real sweep: the loss at 8 times what they were shown.
+"""Backtests the scaling-law methods on a real sweep: the loss at 8 times the largest budget fitted.
 
     PACELINE_PORIAN_DATA=porian_runs.json python scripts/scaling_porian.py \
         results/scaling-porian.jsonl
 
 The runs are those of Porian et al. 2024 (arXiv 2406.19146): twelve budgets that double from 1.25e16
-to 2.56e19 FLOPs, once with a learning rate tuned at every size (sweep 4) and once not (sweep 3).
-Windows of four, six and eight neighbouring budgets are fitted, and the least loss three budgets
-further is predicted; the method that answers is chosen inside each window.
+to 2.56e19 FLOPs, with the learning rate tuned at every size (sweep 4) and untuned (sweep 3).
+Windows of four, six and eight neighbouring budgets are fitted to predict the least loss three
+budgets further. One prediction uses the method that is chosen inside the window; the others use
+each method. Appends one `scaling_backtest` record per prediction to the store.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from paceline.scaling.runs.trimming import trim_far_runs
 SWEEPS = {"tuned": "4", "untuned": "3"}
 WINDOWS = (4, 6, 8)
 _FURTHER = 3
-"""Budgets between the last that is fitted and the one predicted: a factor of 8."""
+"""Budgets from the last fitted one to the predicted one: a factor of 8."""
 
 
 def windows(sweep: Sweep, num_budgets: int) -> Iterator[tuple[Sweep, float, float]]:
@@ -45,7 +46,7 @@ def windows(sweep: Sweep, num_budgets: int) -> Iterator[tuple[Sweep, float, floa
 
 
 def fit_one(method: str, sweep: Sweep, num_draws: int) -> MethodFit:
-    """Fits one of the methods that are compared."""
+    """Fits one of the compared methods."""
     if method == "lowest_run":
         return fit_lowest_run(sweep, num_draws)
     fit_method = fit_parabola if method == "parabola" else fit_parametric
@@ -53,7 +54,7 @@ def fit_one(method: str, sweep: Sweep, num_draws: int) -> MethodFit:
 
 
 def predictions(sweep: Sweep, num_draws: int) -> Iterator[tuple[str, str, MethodFit]]:
-    """Yields what is compared: its name, its method and runs in words, and its fit."""
+    """Yields the compared fits: a name, the method and runs as text, and the fit."""
     choice = choose_method(sweep)
     near = trim_far_runs(sweep)
     runs = near if choice.is_trimmed else sweep

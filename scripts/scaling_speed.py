@@ -1,6 +1,8 @@
-"""Records the processor time of parametric fits by the number of runs, on one core.
+"""Measures the CPU time of parametric fits by number of runs, on one core.
 
-OMP_NUM_THREADS=1 python scripts/scaling_speed.py results/scaling-speed.jsonl
+    OMP_NUM_THREADS=1 python scripts/scaling_speed.py results/scaling-speed.jsonl
+
+Appends one `scaling_study` record per number of runs to the store.
 """
 
 import argparse
@@ -25,7 +27,7 @@ _REPEATS = 5
 
 
 def measure(num_budgets: int) -> None:
-    """Prints the seconds of one fit and of a bootstrap, and the resident peak."""
+    """Prints the number of runs, CPU seconds of a fit and a bootstrap, and peak resident bytes."""
     budgets = tuple(np.geomspace(1e18, 1e21, num_budgets))
     sweep = synthetic_sweep(EPOCH, SweepDesign(budgets=budgets), noise=_NOISE)
     seconds = []
@@ -42,7 +44,7 @@ def measure(num_budgets: int) -> None:
 
 
 def main() -> int:
-    """Measures each size in a process of its own, whose peak is its own."""
+    """Measures each size in a separate process, because peak memory is per process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--num-budgets", type=int)

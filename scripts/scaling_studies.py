@@ -1,6 +1,8 @@
-"""Judges intervals, warnings and designs of scaling laws by truths that are known, and records it.
+"""Evaluates intervals, warnings and designs of scaling laws on known surfaces.
 
-python scripts/scaling_studies.py results/scaling-studies.jsonl
+    python scripts/scaling_studies.py results/scaling-studies.jsonl
+
+Appends `scaling_study` records to the store.
 """
 
 import argparse
@@ -8,7 +10,7 @@ import dataclasses
 import pathlib
 import sys
 
-# The study of designs buys runs as the courses' script does.
+# The design study uses the courses' script to buy runs.
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "course"))
 
 from fake_training_service import design_study
@@ -34,7 +36,7 @@ _DEPARTURES = {
 
 
 def main() -> int:
-    """Runs the three studies."""
+    """Runs the selected studies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--sweeps", type=int, default=500)
@@ -54,7 +56,7 @@ def main() -> int:
 
 
 def study_coverage(store: RecordStore, num_sweeps: int, num_draws: int) -> None:
-    """Records how often intervals hold the truth."""
+    """Records how often intervals contain the truth."""
     for coverage in coverage_study(num_sweeps=num_sweeps, num_draws=num_draws, noise=_NOISE):
         values = {
             "covered": coverage.covered,
@@ -68,7 +70,7 @@ def study_coverage(store: RecordStore, num_sweeps: int, num_draws: int) -> None:
 
 
 def study_warnings(store: RecordStore, num_sweeps: int) -> None:
-    """Records how often departures from the surface are warned of."""
+    """Records how often departures from the surface cause a warning."""
     for name, departure in _DEPARTURES.items():
         for noise in (0.002, _NOISE):
             rate, bias = warning_study(num_sweeps=num_sweeps, noise=noise, departure=departure)

@@ -1,6 +1,7 @@
-"""What Slurm does to jobs: each test of it several times, recorded as faults that were tried.
+"""Runs each Slurm test several times, and records the results as injected faults.
 
-Starts Slurm on this machine for every test (`paceline.lab.slurm`); needs its Debian packages.
+Starts Slurm on this machine for every test (`paceline.lab.slurm`); requires its Debian packages.
+Appends one `fault` record per test to the store.
 
     python scripts/slurm_faults.py results/slurm-faults.jsonl
 """
@@ -17,7 +18,7 @@ _COMMAND = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m"
 
 
 def names() -> list[str]:
-    """Returns the tests, by the names that pytest has for them."""
+    """Returns the pytest ids of the tests."""
     listed = subprocess.run(
         [*_COMMAND, "--collect-only", TESTS], capture_output=True, text=True, check=True
     )
@@ -25,7 +26,7 @@ def names() -> list[str]:
 
 
 def main() -> int:
-    """Runs, prints and records."""
+    """Runs the tests, prints failures and records counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--rounds", type=int, default=3)

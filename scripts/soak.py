@@ -1,12 +1,13 @@
-"""Memory and file descriptors of a run over half an hour.
+"""Measures the growth of memory and file descriptors of a run over half an hour.
 
-A small model trains until its time is up, then is asked to stop and must end with exit code 143.
-Every few seconds the proportional set size and the file descriptors of all processes of the run are
-added up. With `--chaos` the run is supervised, and `paceline lab chaos` kills and stops ranks and
-damages checkpoints meanwhile; moments at which ranks are missing, or younger than the first
-samples, are not counted.
+A small model trains until its time is up, then receives SIGTERM and must exit within two minutes
+without leaving a process. Every few seconds, the proportional set size and the file descriptors of
+all processes of the run are summed. With `--chaos` the run is supervised while `paceline lab chaos`
+kills and stops ranks and damages checkpoints; samples with missing ranks, or with ranks younger
+than 10 s, are dropped.
 
-The growth is the median of the last quarter over that of the second: in the first, caches fill.
+Growth is the median of the last quarter over that of the second, because caches fill in the first.
+Appends one `fault` record to the store.
 
     python scripts/soak.py results/soak.jsonl
     python scripts/soak.py results/soak.jsonl --ranks 4 --chaos
@@ -36,20 +37,20 @@ from tests.processes import children_of, is_running
 
 _EVERY_S = 5.0
 _YOUNGEST_S = 10.0
-"""Age of a process whose memory counts."""
+"""Minimum age of the processes in a sample."""
 _END_S = 120.0
 _MOST_GROWTH = 0.01
 
 
 class Sample(NamedTuple):
-    """What all processes of the run take at one moment."""
+    """Resources of all processes of the run at one moment."""
 
     memory_bytes: int
     descriptors: int
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the processes below one, at any depth."""
+    """Returns all descendants of a process."""
     found: list[int] = []
     for child in children_of(pid):
         found += [child, *descendants(child)]
@@ -57,14 +58,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def age_s(pid: int) -> float:
-    """Returns for how long a process has been there."""
+    """Returns the seconds since a process started."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
     return since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def sample(processes: list[int]) -> Sample | None:
-    """Returns what processes take together; None if one of them is new, or has just ended."""
+    """Returns the total resources of processes; None if one is too young or has just ended."""
     memory = descriptors = 0
     try:
         for pid in processes:
@@ -80,7 +81,7 @@ def sample(processes: list[int]) -> Sample | None:
 
 
 def soak(command: list[str], log: pathlib.Path, num_processes: int, seconds: float) -> list[Sample]:
-    """Runs a command for a while; returns samples of when all its processes were there."""
+    """Runs a command for a while; returns the samples in which all its processes were running."""
     samples = []
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
@@ -103,14 +104,14 @@ def soak(command: list[str], log: pathlib.Path, num_processes: int, seconds: flo
 
 
 def growth(values: list[int]) -> float:
-    """Returns the last quarter's median over the second quarter's, less one."""
+    """Returns the last quarter's median over the second quarter's, minus one."""
     quarter = len(values) // 4
     early = statistics.median(values[quarter : 2 * quarter])
     return statistics.median(values[-quarter:]) / early - 1
 
 
 def main() -> int:
-    """Soaks, prints and records."""
+    """Runs the soak, and prints and records the growth."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--ranks", type=int, default=2)
@@ -131,7 +132,7 @@ def main() -> int:
         command = [*paceline, "train", str(path), "--ranks", str(arguments.ranks)]
         num_processes = arguments.ranks
         if arguments.chaos:
-            # Its first process is the supervisor, a child like the ranks.
+            # The supervisor is a descendant too, like the ranks.
             num_processes += 1
             chaos = ["lab", "chaos", "--run", config.out, "--kill-every", "60s", "--every", "90s"]
             chaos += ["--stop", "5s", "--corrupt", "--no-restart", "--for", "10h", "--"]

@@ -1,11 +1,12 @@
-"""Predicts and measures steps on this machine, case by case, for the backtest of predictions.
+"""Predicts and measures training steps on this machine, for the backtest of predictions.
 
     python scripts/step_backtest.py results/step-backtest.jsonl
     paceline plan backtest results/step-backtest.jsonl
 
-For every place (a rank alone, two on loopback, two on hosts with shaped links; the last needs root)
-and every model: calibrate, predict, and only then measure. Takes about 35 minutes on two cores.
-With --ranks 4 it takes the smallest model on loopback alone, with four ranks.
+For every placement (one rank, two ranks on loopback, two lab hosts with shaped links, which need
+root) and every model, it calibrates, predicts, and only then measures. Appends calibration,
+prediction and measurement records to the store. Takes about 35 minutes on two cores. With --ranks 4
+it measures only the smallest model, with four ranks on loopback.
 """
 
 import argparse
@@ -28,7 +29,7 @@ ROUNDS = ("--warmup", "1", "--rounds", "5")
 
 
 def main() -> None:
-    """Goes through all places."""
+    """Measures every model at every placement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--ranks", choices=["4"], default=None)

@@ -1,11 +1,12 @@
-"""How long clients of one TCPStore, or of one of torchft's lighthouses, take to meet, on loopback.
+"""Measures the rendezvous latency of one TCPStore or torchft lighthouse, by number of clients.
 
-One server process, some processes of clients, each client with a connection and a thread. Ways to
-meet at a TCPStore: by a counter, as torch's own barrier does (add, and the last one sets the key
-that all wait for), and by keys, as a rendezvous that exchanges addresses does (each sets its own
-and waits for those of all). At a lighthouse: by a quorum, which every step of replicas begins with.
-A round lasts from the first client's call to the last one's return. Appends one record per number
-of clients to a store. A lighthouse needs torchft.
+One server process and several client processes run on loopback; each client has its own connection
+and thread. Clients of a TCPStore meet in two ways: by a counter, as in torch's barrier (each adds
+one, and the last sets the key that all wait for), and by keys, as in a rendezvous that exchanges
+addresses (each sets its own key and waits for all keys). Clients of a lighthouse meet by a quorum,
+as at the start of every step of replicas. A round lasts from the first client's call to the last
+client's return. Appends one `rendezvous` record per subject and number of clients to the store. The
+lighthouse requires torchft.
 
     python scripts/store_latency.py results/store-latency.jsonl --subjects TCPStore lighthouse
 """
@@ -32,13 +33,13 @@ from paceline.records import RecordStore
 
 TIMEOUT = datetime.timedelta(seconds=120)
 HOST = "127.0.0.1"
-# The stack of a thread that only waits for a socket; 8 MiB each would be much for a thousand.
+# Stack of a thread that only waits for a socket; 8 MiB each would be too much for a thousand.
 STACK_BYTES = 512 * 1024
 Times = list[tuple[float, float]]
 
 
 def serve_store(port: Any, ended: Any, num_clients: int) -> None:
-    """Runs the store until it is told to end, listening on loopback only."""
+    """Runs the store on loopback until `ended` is set."""
     listener = socket.socket()
     listener.bind((HOST, 0))
     listener.listen(4096)
@@ -53,7 +54,7 @@ def serve_store(port: Any, ended: Any, num_clients: int) -> None:
 
 
 def serve_lighthouse(port: Any, ended: Any, num_clients: int) -> None:
-    """Runs a lighthouse until it is told to end, listening on loopback only."""
+    """Runs a lighthouse on loopback until `ended` is set."""
     from torchft.coordination import LighthouseServer
 
     milliseconds = int(TIMEOUT.total_seconds() * 1000)
@@ -82,30 +83,30 @@ def connect_to_lighthouse(port: int) -> Any:
 
 
 def meet_by_counter(store: dist.TCPStore, name: str, rank: int, world_size: int) -> None:
-    """Counts itself in; the last one lets all go on."""
+    """Increments the counter and waits; the last client releases all."""
     if store.add(f"{name}/count", 1) == world_size:
         store.set(f"{name}/all", "here")
     store.wait([f"{name}/all"], TIMEOUT)
 
 
 def meet_by_keys(store: dist.TCPStore, name: str, rank: int, world_size: int) -> None:
-    """Leaves its address and waits for everybody's."""
+    """Sets this client's key and waits for the keys of all clients."""
     store.set(f"{name}/{rank}", "an address")
     store.wait([f"{name}/{other}" for other in range(world_size)], TIMEOUT)
 
 
 def meet_by_quorum(lighthouse: Any, name: str, rank: int, world_size: int) -> None:
-    """Asks who takes part."""
+    """Requests a quorum."""
     lighthouse.quorum(str(rank), TIMEOUT, step=int(name.removeprefix("quorum")))
 
 
 class Subject(NamedTuple):
-    """What clients meet at."""
+    """A server, and how its clients connect and meet."""
 
     serve: Callable[[Any, Any, int], None]
     connect: Callable[[int], Any]
     ways: dict[str, Callable[[Any, str, int, int], None]]
-    """How they meet, by name."""
+    """Functions by which clients meet, by name."""
 
 
 SUBJECTS = {
@@ -117,7 +118,7 @@ SUBJECTS = {
 
 
 def call(meet: Callable[[], None], gate: threading.Barrier, times: Times) -> None:
-    """Meets the others once all threads of this process are ready, and notes how long it took."""
+    """Meets once all threads of this process are ready, and appends the start and end times."""
     gate.wait()
     began = time.monotonic()
     meet()
@@ -125,7 +126,7 @@ def call(meet: Callable[[], None], gate: threading.Barrier, times: Times) -> Non
 
 
 def connect(subject: Subject, port: int, num_clients: int) -> tuple[list[Any], Times]:
-    """Opens the connections of one process, one after the other."""
+    """Opens the connections of one process one after another; returns them and their times."""
     clients, times = [], []
     for _ in range(num_clients):
         began = time.monotonic()
@@ -143,9 +144,9 @@ def be_clients(
     together: Any,
     results: Any,
 ) -> None:
-    """Is several clients, and tells when each call began and ended."""
+    """Runs several clients; puts the start and end times of all calls into `results`."""
     threading.stack_size(STACK_BYTES)
-    # Not while others still import torch.
+    # Wait until all processes have imported torch.
     together.wait()
     subject = SUBJECTS[name]
     clients, connected = connect(subject, port, len(ranks))
@@ -208,8 +209,8 @@ def _metrics(every: list[dict[str, list[Times]]]) -> dict[str, list[float]]:
             calls = [call for part in parts for call in part]
             median = statistics.median(end - begin for begin, end in calls)
             metrics.setdefault(f"{way}_median_client_s", []).append(median)
-            # Connections are opened one after the other, and torch asks for the names of their
-            # hosts: where no name server answers, a few wait for seconds.
+            # Connections are opened one after another, and torch resolves host names: without a
+            # name server, a few take seconds.
             if way != "connect":
                 lasted = max(end for _, end in calls) - min(begin for begin, _ in calls)
                 metrics.setdefault(f"{way}_time_s", []).append(lasted)
@@ -217,7 +218,7 @@ def _metrics(every: list[dict[str, list[Times]]]) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Measures, prints and records."""
+    """Measures, prints and records the latencies."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=["TCPStore"])

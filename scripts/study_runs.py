@@ -1,4 +1,4 @@
-"""The small run that studies of faults disturb: two layers on a sample of text."""
+"""The small run that fault studies disturb: two layers, trained on a sample text."""
 
 import pathlib
 
@@ -21,7 +21,7 @@ from paceline.training.toml_config import encode_config
 def study_run(
     place: pathlib.Path, name: str, *, steps: int, saves_every: int, parallel: ParallelConfig
 ) -> RunConfig:
-    """Prepares the text below a directory, and returns a run of that name in it."""
+    """Prepares the sample text in `place` and returns the config of a run in `place / name`."""
     return RunConfig(
         out=str(place / name),
         model=ModelConfig(num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=4),
@@ -35,7 +35,7 @@ def study_run(
 
 
 def write_config(config: RunConfig) -> pathlib.Path:
-    """Writes the config beside the run's directory, and returns where."""
+    """Writes the config next to the run's directory and returns its path."""
     path = pathlib.Path(f"{config.out}.toml")
     path.write_text(encode_config(config), encoding="utf-8")
     return path

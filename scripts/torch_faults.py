@@ -1,9 +1,9 @@
-"""Faults of torch 2.13 that layouts meet, each in a few lines, in one process on a CPU.
+"""Reproduces faults of torch 2.13 that affect layouts, in one process on a CPU.
 
     python scripts/torch_faults.py
 
-prints what fails, or that it does not. What Paceline does instead is in
-docs/beyond-data-parallelism.md; a fault that is gone can be taken out there.
+Prints the error of each fault, or that it works; writes no record. Paceline's workarounds are in
+docs/beyond-data-parallelism.md; once torch has fixed a fault, its entry there can be removed.
 """
 
 import sys
@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def context_parallel_attention(mesh: DeviceMesh) -> str:
-    """Runs attention inside of torch's context parallelism."""
+    """Runs attention inside torch's context parallelism."""
     query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     buffers = [query, key, value]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
@@ -47,7 +47,7 @@ def zero_bubble_with_fsdp2(mesh: DeviceMesh) -> str:
 
 
 def loss_parallel_after_an_error(mesh: DeviceMesh) -> str:
-    """Computes a loss of whole logits after an error inside of `loss_parallel`."""
+    """Computes a loss of replicated logits after an error inside `loss_parallel`."""
     try:
         with loss_parallel():
             raise ArithmeticError
@@ -59,7 +59,7 @@ def loss_parallel_after_an_error(mesh: DeviceMesh) -> str:
             *(distribute_tensor(each, mesh, [Replicate()]) for each in (logits, targets))
         )
     finally:
-        with loss_parallel():  # At whose end it is switched off.
+        with loss_parallel():  # A normal exit switches it off.
             pass
     return "works"
 
@@ -70,7 +70,7 @@ class _Residual(nn.Linear):
 
 
 def compiled_block_behind_a_split_embedding(mesh: DeviceMesh) -> str:
-    """Runs backward through a compiled block behind an embedding that two tensor ranks split."""
+    """Runs backward through a compiled block after an embedding split over two tensor ranks."""
     embedding, block = nn.Embedding(8, 8), _Residual(8, 8)
     rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     parallelize_module(embedding, mesh, rows)
@@ -85,11 +85,11 @@ FAULTS = {
     loss_parallel_after_an_error: 1,
     compiled_block_behind_a_split_embedding: 2,
 }
-"""With how many ranks, of which torch's fake process group makes this process the first."""
+"""World size of each fault; torch's fake process group makes this process rank 0."""
 
 
 def main() -> int:
-    """Tries everything, and prints what comes of it."""
+    """Tries every fault and prints the result."""
     for fault, world_size in FAULTS.items():
         dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
         try:

@@ -1,10 +1,11 @@
-"""Analyses a synthetic trace of a given size and records how fast, and with how much memory.
+"""Measures the speed and peak memory of analysing a synthetic trace of a given size.
 
     python scripts/trace_scale.py results/trace-scale.jsonl --gigabytes 2
 
-The trace looks like torch's: nested operators with shapes, annotations, collectives on a thread of
-their own, several ranks, many steps. It is written to a temporary directory and analysed in a
-process of its own, whose peak of resident memory is the kernel's count.
+The trace resembles torch's: nested operators with shapes, annotations, collectives on a separate
+thread, several ranks, many steps. It is written to a temporary directory and analysed in a separate
+process, whose peak resident memory the kernel reports. Appends one `trace_analysis` record to the
+store.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def step_events(rank: int, start_us: float) -> list[str]:
 
 
 def write_trace(path: pathlib.Path, num_bytes: int) -> None:
-    """Writes a trace of at least so many bytes."""
+    """Writes a trace of at least `num_bytes` bytes."""
     written = 0
     start_us = 0.0
     with path.open("w", encoding="utf-8") as file:
@@ -88,7 +89,7 @@ def write_trace(path: pathlib.Path, num_bytes: int) -> None:
 
 
 def main() -> int:
-    """Measures one size."""
+    """Measures and records one trace size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--gigabytes", type=float, default=2.0)

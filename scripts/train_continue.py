@@ -1,8 +1,8 @@
-"""How far a run that goes on elsewhere departs from one that was never moved.
+"""Measures how far losses diverge when a run resumes on other ranks or under another strategy.
 
-A run of 100 steps is never interrupted. Others go on from its checkpoint after step 50, on another
-number of ranks or under another strategy. Appends one record per move to a store: the largest
-relative difference of the 50 losses that follow.
+Reference runs train 100 steps without interruption. Other runs resume from their checkpoints at
+step 50, on another number of ranks or under another strategy. Appends one `comparison` record per
+move to the store, with the largest relative difference of the 50 losses that follow.
 
     python scripts/train_continue.py results/train-continue.jsonl
 """
@@ -65,27 +65,27 @@ def losses(config: RunConfig) -> list[float]:
 
 
 class Runs:
-    """The runs that were never moved, each made once."""
+    """Trains reference runs, each only once, and runs that move to another layout."""
 
     def __init__(self, place: pathlib.Path, config: RunConfig) -> None:
         self._place = place
         self._config = config
 
     def config(self, name: str, layout: Layout) -> RunConfig:
-        """Returns a run under a strategy."""
+        """Returns the config of a run under a layout's strategy."""
         return dataclasses.replace(
             self._config, out=str(self._place / name), parallel=ParallelConfig(strategy=layout[1])
         )
 
     def never_moved(self, layout: Layout) -> RunConfig:
-        """Trains to the end, unless that was done."""
+        """Trains an uninterrupted run, unless it exists; returns its config."""
         config = self.config(f"{layout[1]}-{layout[0]}", layout)
         if not pathlib.Path(config.out).exists():
             _train_on(layout[0], config)
         return config
 
     def moved(self, source: RunConfig, before: Layout, after: Layout) -> RunConfig:
-        """Trains the second half in another layout."""
+        """Trains the second half in another layout; returns the config."""
         config = self.config(f"{before[1]}-{before[0]}-to-{after[1]}-{after[0]}", after)
         step = f"checkpoints/step-{MOVED_AFTER:08d}"
         shutil.copytree(f"{source.out}/{step}", f"{config.out}/{step}")
@@ -99,7 +99,7 @@ def _train_on(num_ranks: int, config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Trains, prints and records."""
+    """Trains all runs, and prints and records the differences."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Whether the trainer learns as much as a loop written by hand, from the same text.
+"""Compares the held-out loss of the trainer with that of a hand-written loop.
 
 Both train the same model on the same tokens in the same order: the trainer on two ranks with
-micro-batches, the loop in one process with torch alone (its own AdamW with decay groups, cosine
-schedule, clipping). Appends a record with the held-out loss of both to a store.
+micro-batches, the loop in one process with plain torch (its own AdamW with decay groups, cosine
+schedule and clipping). Appends one `comparison` record with both held-out losses to the store.
 
     python scripts/train_loss.py tokens --store results/train-loss.jsonl
 """
@@ -39,13 +39,13 @@ HELD_OUT = 64
 
 
 def trained(rank: int, world_size: int, config: RunConfig) -> None:
-    """Trains with the trainer, on this rank."""
+    """Trains on this rank with the trainer."""
     placement = local_placement("spawn", rank, world_size)
     run(config, Session(placement=placement, device=torch.device("cpu"), backend="gloo"))
 
 
 def by_hand(_rank: int, _world_size: int, config: RunConfig) -> float:
-    """Trains with a loop of its own; returns the held-out loss."""
+    """Trains with a hand-written loop; returns the held-out loss."""
     torch.manual_seed(config.training.seed)
     model = TransformerLM(config.model.shape)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -82,7 +82,7 @@ def by_hand(_rank: int, _world_size: int, config: RunConfig) -> float:
 
 
 def main() -> int:
-    """Trains both ways, prints and records."""
+    """Trains both ways; prints and records the losses."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tokens", help="a dataset of paceline data prepare --tokenizer bytes")
     parser.add_argument("--store", required=True)

@@ -1,12 +1,14 @@
-"""What the trainer costs beside a bare loop: its step, and its start.
+"""Measures the trainer's overhead over a bare loop, per step and at startup.
 
 Steps: two ranks train the same model twice, once through `paceline.training.loop.train` and once in
-a loop as one would write it by hand, with the same strategy, optimizer, batches and clipping. The
-two take turns, step by step. The trainer's time is all that lies between two of its steps: the
-data, the rows of metrics, the agreement of the ranks.
+a hand-written loop, with the same strategy, optimizer, batches and clipping. Their steps alternate.
+The trainer's time includes everything from one step to the next: data, metrics rows, and the
+agreement of the ranks.
 
-Start: the time from starting a process to the end of its first step, for `paceline train` and for a
-bare script, in turn.
+Startup: the time from starting a process to the end of its first step, for `paceline train` and for
+a bare script, which alternate.
+
+Appends two `comparison` records to the store: step and start.
 
     python scripts/train_overhead.py results/train-overhead.jsonl
 """
@@ -76,7 +78,7 @@ print("done", flush=True)
 
 
 def make_config(place: pathlib.Path, arguments: argparse.Namespace) -> RunConfig:
-    """Returns the run, which neither evaluates nor saves before its end."""
+    """Returns the config of a run that neither evaluates nor saves before its end."""
     return RunConfig(
         out=str(place / "run"),
         model=ModelConfig(preset=arguments.model),
@@ -96,7 +98,7 @@ def make_config(place: pathlib.Path, arguments: argparse.Namespace) -> RunConfig
 
 
 class BareLoop:
-    """The loop as one writes it by hand."""
+    """A hand-written training loop."""
 
     def __init__(self, config: RunConfig, session: Session) -> None:
         torch.manual_seed(config.training.seed)
@@ -122,7 +124,7 @@ class BareLoop:
         self._number = 0
 
     def step(self) -> float:
-        """Returns the seconds of a step."""
+        """Runs one step and returns its seconds."""
         started = time.perf_counter()
         batch = self._batches[self._number % len(self._batches)]
         self._number += 1
@@ -136,7 +138,7 @@ class BareLoop:
 
 
 class TakeTurns:
-    """Runs a bare step after each of the trainer's, and keeps the seconds of both."""
+    """Runs a bare step after each of the trainer's, and collects the seconds of both."""
 
     def __init__(self, bare: BareLoop, metrics: FileObserver | None) -> None:
         self._bare = bare
@@ -146,7 +148,7 @@ class TakeTurns:
         self._began = time.perf_counter()
 
     def note(self, row: MetricsRow) -> None:
-        """Is told of the trainer's rows."""
+        """Receives a row from the trainer; a step row also triggers a bare step."""
         if self._metrics is not None:
             self._metrics.note(row)
         if isinstance(row, StepRow):
@@ -157,11 +159,11 @@ class TakeTurns:
         self._began = time.perf_counter()
 
     def close(self) -> None:
-        """Has nothing to write."""
+        """Does nothing; rows are written immediately."""
 
 
 def run_both(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
-    """Returns the seconds of the trainer's steps and of the bare ones."""
+    """Returns the seconds of the trainer's steps and of the bare steps."""
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
     pathlib.Path(config.out).mkdir(parents=True, exist_ok=True)
@@ -174,7 +176,7 @@ def run_both(rank: int, world_size: int, config: RunConfig) -> tuple[list[float]
 
 
 def starts(place: pathlib.Path, config: RunConfig, rounds: int) -> tuple[list[float], list[float]]:
-    """Returns the seconds to the end of the first step, of the trainer and of a bare script."""
+    """Returns the seconds to the end of the first step, for the trainer and for a bare script."""
     toml = place / "run.toml"
     short = dataclasses.replace(
         config,
@@ -210,7 +212,7 @@ def _seconds_until(command: Sequence[str], beginning: str) -> float:
 
 
 def main() -> int:
-    """Measures, prints and records."""
+    """Measures, prints and records the overhead."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
     parser.add_argument("--model", default="bytes-34M")

@@ -1,4 +1,4 @@
-"""Two ways to take the same training steps, in turn in one run, and the record of their times."""
+"""Alternates two variants of the same training steps in one process, and records their times."""
 
 import argparse
 import pathlib
@@ -23,15 +23,15 @@ from paceline.training.config import (
 )
 
 TURN = 10
-"""Steps of a turn: `watch.hash_every_steps` as it is by default."""
+"""Steps per turn: the default of `watch.hash_every_steps`."""
 RANKS = 2
 
 Turn = Callable[[], float]
-"""Takes the steps of a turn, and returns their seconds."""
+"""Runs the steps of a turn and returns their seconds."""
 
 
 def take_turns(subject: Turn, baseline: Turn, number: int) -> tuple[list[float], list[float]]:
-    """Returns the seconds of turns of both; which of them is first alternates."""
+    """Runs turns of both in alternating order, and returns the seconds of each."""
     subject(), baseline()
     subject_s, baseline_s = [], []
     for turn in range(number):
@@ -44,7 +44,7 @@ def take_turns(subject: Turn, baseline: Turn, number: int) -> tuple[list[float],
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """Reads the command line of such a measurement."""
+    """Parses the command line that these measurements share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("store", type=pathlib.Path)
     parser.add_argument("--model", default="bytes-34M")
@@ -56,7 +56,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def make_config(arguments: argparse.Namespace, place: pathlib.Path) -> RunConfig:
-    """Returns the run whose steps are taken, on a dataset below a directory."""
+    """Returns the config of the run, with a dataset that is prepared in `place`."""
     return RunConfig(
         out=str(place / "run"),
         model=ModelConfig(preset=arguments.model),
@@ -78,7 +78,7 @@ def record_turns(
     subject_s: list[float],
     baseline_s: list[float],
 ) -> None:
-    """Prints and records."""
+    """Prints the times and their ratio, and appends a `comparison` record."""
     ratio = ratio_metric(subject_s, baseline_s)
     case = {
         "subject": f"{TURN} steps, {subject}",

@@ -1,9 +1,9 @@
-"""What watching costs when nothing fails: the trainer's steps with it, and without.
+"""Measures the overhead of watching a run in which nothing fails.
 
-Two ranks train the same model twice in one process, once with the defaults of `[watch]` and once
-with everything off, through the same calls as `paceline.training.loop.train`. They take turns, ten
-steps at a time, so that each turn has one comparison of the ranks' hashes; which of them is first
-alternates. The watchdog's thread runs beside both.
+Two ranks train the same model twice in one process: once with the defaults of `[watch]`, and once
+without hashes and straggler detection. Both make the same calls as `paceline.training.loop.train`.
+They take turns of ten steps, so that each turn has one comparison of the ranks' hashes; the order
+alternates. The watchdog thread runs in both. Appends one `comparison` record to the store.
 
     python scripts/watch_overhead.py results/watch-overhead.jsonl
 """
@@ -30,7 +30,7 @@ from paceline.training.watch.watch import Watch
 
 
 class WatchedSteps:
-    """The steps of a run, with its watch as the loop calls it."""
+    """Training steps with the same watch calls as in the training loop."""
 
     def __init__(self, config: RunConfig, session: Session, stack: contextlib.ExitStack) -> None:
         trainee = build(config, session)
@@ -49,7 +49,7 @@ class WatchedSteps:
         self._step = 0
 
     def turn(self) -> float:
-        """Returns the seconds of a turn."""
+        """Runs one turn and returns its seconds."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(TURN):
@@ -70,7 +70,7 @@ class WatchedSteps:
 def run_both(
     rank: int, world_size: int, config: RunConfig, turns: int
 ) -> tuple[list[float], list[float]]:
-    """Returns the seconds of turns with watching and without."""
+    """Returns the seconds of turns with and without watching."""
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
     off = WatchConfig(hash_every_steps=0, stragglers=False)
@@ -81,7 +81,7 @@ def run_both(
 
 
 def main() -> int:
-    """Measures, prints and records."""
+    """Measures, prints and records the overhead."""
     arguments = parse_arguments(__doc__.partition("\n")[0])
     with tempfile.TemporaryDirectory() as directory:
         config = make_config(arguments, pathlib.Path(directory))

@@ -1,6 +1,6 @@
-"""The courses' contract: what their own tests call, for all editions at once.
+"""Adapter functions that the courses' own tests call, for all editions of the courses.
 
-A student copies a course's tests beside this file.
+A student copies a course's tests into the directory of this file.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def ddp_bucketed_on_after_backward(
 def ddp_bucketed_on_train_batch_start(
     ddp_model: DataParallel, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Has nothing to prepare: a backward pass begins by itself."""
+    """Does nothing: the container needs no preparation before a backward pass."""
 
 
 def get_ddp(module: nn.Module) -> nn.Module:
@@ -72,13 +72,13 @@ def ddp_on_after_backward(ddp_model: DataParallel, optimizer: torch.optim.Optimi
 def get_sharded_optimizer(
     params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """Returns an optimizer whose state is divided among the ranks."""
+    """Returns an optimizer whose state is sharded across ranks."""
     return ShardedOptimizer(params, optimizer_cls, **kwargs)
 
 
 def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
     """Returns a container that shards linear layers and embeddings, and nothing else (2026)."""
-    # The course has classes of its own under these names, which need not be importable here.
+    # Matched by name: the course defines its own classes, which may not be importable here.
     classes = {type(part) for part in module.modules()}
     sharded = tuple(one for one in classes if one.__name__ in ("Linear", "Embedding"))
     policy = WrapPolicy(classes=sharded, rest="replicated")
@@ -93,6 +93,6 @@ def fsdp_on_after_backward(
 
 
 def fsdp_gather_full_params(fsdp_model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """Returns the full parameters by the inner module's names (2026)."""
+    """Returns the full parameters, keyed by their names in the inner module (2026)."""
     state = fsdp_model.full_state_dict()
     return {name: state[name] for name, _ in fsdp_model.module.named_parameters()}

@@ -1,8 +1,9 @@
-"""One record per test, in one file: what the first owner of a GPU sends back.
+"""Pytest plugin that appends a record of every test to one file, to send back from a GPU host.
 
     python -m pytest -m gpu -p tests.check_records --check-records gpu-checks.jsonl
 
-The record has the numbers that a test gave with `record_property`, and says why where it failed.
+The record of a passed test has the numbers that it gave to `record_property`; that of a failed or
+skipped test has the reason.
 """
 
 import pathlib
@@ -26,20 +27,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class CheckRecorder:
-    """Appends a record for each test that has run, failed or was skipped."""
+    """Appends a record of each test, whether it passed, failed or was skipped."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._store = RecordStore(path)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # A test that was not reached says so in its setup; one that was, in its call.
+        # A test that fails or is skipped in its setup has no call; any other reports in its call.
         if report.when == "call" or (report.when == "setup" and not report.passed):
             self._store.append(check_record(report))
 
 
 def check_record(report: pytest.TestReport) -> Record:
-    """Returns what became of a test."""
-    # Not before the tests have decided how torch and the kernels are loaded.
+    """Returns the record of a test's outcome."""
+    # Imported late: conftest.py first decides how torch and the kernels are loaded.
     import torch
 
     from paceline.benchmarks.harness.devices import resolve_device

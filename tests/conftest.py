@@ -1,4 +1,4 @@
-"""How tests share the machine, and shapes of the numerical rooms checked at run time."""
+"""Shares the machine among test workers, and checks tensor shapes at run time."""
 
 import collections
 import os
@@ -11,21 +11,21 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-# How long an example takes is the machine's business: on a busy one it decides on nothing.
+# No deadlines: on a busy machine, the time of an example says nothing about the code.
 hypothesis.settings.register_profile(
     "paceline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("paceline")
-# What a test's runs teach is not to be mixed with what the user's runs do.
+# Keeps the history of test runs separate from that of the user's runs.
 _HISTORY = tempfile.TemporaryDirectory()
 os.environ["PACELINE_HISTORY"] = f"{_HISTORY.name}/history.jsonl"
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # Workers have a core each; more threads would only spin.
+    torch.set_num_threads(1)  # Each worker has one core; more threads would only spin.
 if not torch.cuda.is_available():
-    # Triton looks when it is first imported: its kernels then run in its interpreter.
+    # Triton reads this when it is first imported, and then runs its kernels in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Not the operators of torch, which it compiles, nor the kernels of Triton, whose source it reads.
+# Excludes torch operators, which torch compiles, and Triton kernels, whose source Triton reads.
 CHECKED = [f"paceline.kernels.attention.{name}" for name in ("inputs", "reference", "tiled")]
 
 with jaxtyping.install_import_hook([*CHECKED, "paceline.models"], "beartype.beartype"):
@@ -34,19 +34,19 @@ with jaxtyping.install_import_hook([*CHECKED, "paceline.models"], "beartype.bear
     import paceline.models  # noqa: F401
 
 _TOGETHER = {
-    # What is left behind is looked for on the whole machine: nobody else uses the lab meanwhile.
+    # These look for leftovers on the whole machine, so no other test may use the lab meanwhile.
     "tests/distributed/test_sessions.py": "lab",
     "tests/end_to_end/test_tutorial.py": "lab",
-    # What they have in common is made once.
+    # These share expensive fixtures, which one worker builds once.
     "tests/end_to_end/test_train.py": "train",
     "tests/end_to_end/test_report_build.py": "report",
 }
-"""Files whose tests run one after another in one worker, and the name of what they share."""
+"""Files whose tests run sequentially in one worker, and the name of their shared resource."""
 
 
-@pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what is slow.
+@pytest.hookimpl(tryfirst=True)  # Before pytest deselects slow tests.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Makes slow tests of the parameters that ``sampled(number)`` leaves out."""
+    """Marks the parameters that ``sampled(number)`` leaves out as slow."""
     families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -62,12 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _OneByOne(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives each worker the next test, or the next group of tests that belong together."""
+    """Gives each worker the next test, or the next group of tests that must run together."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _TOGETHER.get(nodeid.partition("::")[0], nodeid)
 
 
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> _OneByOne:
-    """Takes the place of ``--dist loadgroup``, which pytest 9 and xdist 3.8 ignore."""
+    """Replaces ``--dist loadgroup``, which pytest 9 and xdist 3.8 ignore."""
     return _OneByOne(config, log)

@@ -1,7 +1,7 @@
-"""Every file that a user can hand to Paceline, damaged at random.
+"""Fuzzes the readers of every kind of file that a user can pass to Paceline.
 
-A reader may return something or raise a `PacelineError` that names the trouble. Anything else, such
-as another exception, a wait or a gigabyte of memory, is a fault.
+A reader must either return or raise a `PacelineError` that names the problem. Any other exception,
+a hang or a gigabyte of memory is a bug.
 """
 
 import functools
@@ -37,7 +37,7 @@ MOST_BYTES = 500 * 10**6
 
 
 def _lines(name: str, number: int, first: int = 0) -> bytes:
-    """Returns some lines of a committed file of records."""
+    """Returns `number` lines of a committed file of records, from line `first` on."""
     lines = (RESULTS / name).read_bytes().splitlines(keepends=True)
     return b"".join(lines[first : first + number])
 
@@ -141,7 +141,7 @@ _TOKENS = (
 
 
 def mutate(content: bytes, chance: random.Random) -> bytes:
-    """Returns the content with a few random damages."""
+    """Returns the content with one to three random mutations."""
     damaged = bytearray(content)
     for _ in range(chance.randint(1, 3)):
         place = chance.randrange(len(damaged) + 1)
@@ -163,7 +163,7 @@ def mutate(content: bytes, chance: random.Random) -> bytes:
 
 
 def hostile_read(subject: str, seed: int, directory: pathlib.Path) -> tuple[str, float]:
-    """Reads one damaged file; returns what went wrong, if anything, and the seconds."""
+    """Reads one damaged file; returns the problem, empty if there is none, and the seconds."""
     name, make, read = FILES[subject]
     path = directory / name
     path.parent.mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ def hostile_read(subject: str, seed: int, directory: pathlib.Path) -> tuple[str,
     except PacelineError as error:
         if "\n" in str(error):
             problem = f"a message of several lines: {error}"
-    except Exception as error:  # Whatever it is, a user would see a traceback.
+    except Exception as error:  # A user would see a traceback.
         problem = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - began
     if seconds > LONGEST_S:
@@ -184,5 +184,5 @@ def hostile_read(subject: str, seed: int, directory: pathlib.Path) -> tuple[str,
 
 
 def peak_bytes() -> int:
-    """Returns the most memory that this process has had."""
+    """Returns the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB

@@ -1,7 +1,7 @@
-"""A Transformer written a second time, to be obvious: the oracle for `TransformerLM`.
+"""A second, deliberately simple Transformer: the oracle for `TransformerLM`.
 
-It shares nothing with the package but the names in the state dictionary: rotary positions
-are multiplications by complex numbers, attention is a loop over heads and a dense mask.
+It shares only the names in the state dictionary with the package: rotary positions are
+multiplications by complex numbers, and attention is a loop over heads with a dense mask.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Looking at the processes that a test has started."""
+"""Helpers to run Paceline and to inspect the processes that a test starts."""
 
 import pathlib
 import subprocess
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the processes that a process has started; none of one that has ended."""
+    """Returns the pids of a process's children; none if the process has ended."""
     try:
         listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
@@ -17,7 +17,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def process_of_rank(launcher: int, rank: int) -> int:
-    """Returns the process of a rank among those that a launcher has started."""
+    """Returns the pid of a rank among the children of its launcher."""
     for pid in children_of(launcher):
         environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
         if f"\0RANK={rank}\0".encode() in b"\0" + environment:
@@ -26,7 +26,7 @@ def process_of_rank(launcher: int, rank: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; a zombie has."""
+    """Returns whether a process is running; a zombie is not."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -34,7 +34,7 @@ def is_running(pid: int) -> bool:
 
 
 def until(happens: Callable[[], object], seconds: float = 150) -> None:
-    """Waits for something; it must happen within so many seconds."""
+    """Waits until `happens()` is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline, "it does not happen"
@@ -44,7 +44,7 @@ def until(happens: Callable[[], object], seconds: float = 150) -> None:
 def paceline(
     place: pathlib.Path, *arguments: str, timeout_s: float = 280
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs a command of Paceline in a directory, whatever comes of it."""
+    """Runs a Paceline command in a directory; returns its result even if it fails."""
     return subprocess.run(
         [sys.executable, "-m", "paceline", *arguments],
         cwd=place,

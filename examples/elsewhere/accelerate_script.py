@@ -1,8 +1,8 @@
-"""A script of accelerate whose model is in one of our containers; accelerate keeps the rest.
+"""An accelerate script whose model is in a Paceline container; accelerate handles the rest.
 
     accelerate launch --cpu --num_processes 2 examples/elsewhere/accelerate_script.py
 
-The model is not given to prepare(), which would wrap it in torch's DDP.
+The model is not passed to prepare(), which would wrap it in torch's DDP.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""A model of transformers under any strategy, in a loop with the arguments of its Trainer.
+"""Trains a transformers model under any strategy, in a loop with the arguments of its Trainer.
 
     python examples/elsewhere/hugging_face.py --strategy sharded --ranks 2
 
-The same batches are divided among however many ranks there are, so that the printed losses depend
-neither on their number nor on the strategy.
+The same batches are divided among any number of ranks, so that the printed losses depend neither on
+the number of ranks nor on the strategy.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from paceline.parallel.strategies import apply_strategy, clip_grad_norm, make_op
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Named as transformers.TrainingArguments has them."""
+    """Training arguments, named as in transformers.TrainingArguments."""
 
     learning_rate: float = 5e-3
     max_steps: int = 5

@@ -1,9 +1,9 @@
-"""A module as Lightning has them, trained by any strategy with a `fit` of fifteen lines.
+"""Trains a Lightning-style module under any strategy, with a `fit` of fifteen lines.
 
     python examples/elsewhere/lightning_module.py --strategy sharded --ranks 2
 
-`Regression` keeps what belongs to it, training_step and configure_optimizers; derive it from
-lightning.LightningModule, and Lightning's own trainer takes it as well.
+`Regression` keeps its own training_step and configure_optimizers. For Lightning's own trainer,
+derive it from lightning.LightningModule and let configure_optimizers return an optimizer.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Regression(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the loss; containers see forward, so the training step is what forward does."""
+        """Returns the loss; containers wrap forward, so forward runs the training step."""
         return self.training_step(batch)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -35,7 +35,7 @@ class Regression(nn.Module):
         return nn.functional.mse_loss(self.layers(inputs), targets)
 
     def configure_optimizers(self) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
-        """Returns the optimizer's class and arguments; the strategy decides what it holds."""
+        """Returns the optimizer's class and arguments; the strategy decides what it shards."""
         return torch.optim.AdamW, {"lr": 1e-2}
 
 

@@ -1,4 +1,4 @@
-"""A plain torch loop on several ranks: what Paceline adds are the lines marked with a plus.
+"""A plain torch loop on several ranks; Paceline adds the lines marked with a plus.
 
 python examples/elsewhere/plain_torch.py --ranks 2
 """

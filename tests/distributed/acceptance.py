@@ -1,7 +1,7 @@
-"""Checks of the containers that say something on GPUs, and run on CPUs at the size of a toy.
+"""Acceptance checks of the containers for GPUs; at toy size they also run on CPUs.
 
-Each is a function of ranks that raises if it fails, and returns numbers for its record. What only
-a GPU can show is left out on a CPU, and says so.
+Each check runs on every rank, raises if it fails, and returns numbers to record. Parts that only a
+GPU can show are skipped on a CPU.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _STEPS = 4
 
 
 class Blocks(nn.Module):
-    """Layers of which each is larger than what passes between them."""
+    """Layers whose weights are larger than the activations between them."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _train(model: nn.Module, optimizer: Any, batches: Iterator[Tensor]) -> list[
 def equals_one_process(
     rank: int, world_size: int, device_type: str, strategy: StrategyName
 ) -> Numbers:
-    """Trains, and compares the mean loss of each step with that of one process on this device."""
+    """Trains and compares the mean loss of each step with that of one process on this device."""
     device, width = device_of(rank, device_type), 32
     model = apply_strategy(strategy, _model(device, width, 6))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-3)
@@ -102,7 +102,7 @@ def equals_one_process(
 
 
 def collectives_are_right(rank: int, world_size: int, device_type: str) -> Numbers:
-    """Reduce-scatters and gathers numbers whose sums are known."""
+    """Runs reduce-scatter, all-gather and all-reduce on numbers whose sums are known."""
     device = device_of(rank, device_type)
     group = dist.group.WORLD
     assert group is not None
@@ -128,7 +128,7 @@ def collectives_are_right(rank: int, world_size: int, device_type: str) -> Numbe
 def _peak_bytes(
     rank: int, device: torch.device, strategy: StrategyName, width: int, num_layers: int
 ) -> int:
-    """Returns the allocator's peak over two steps, or what is held after them on a CPU."""
+    """Returns the allocator's peak over two steps; on a CPU, the bytes in use after them."""
     model = apply_strategy(strategy, _model(device, width, num_layers))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-3)
     if device.type == "cuda":
@@ -140,7 +140,7 @@ def _peak_bytes(
 
 
 def _held_bytes(model: nn.Module, optimizer: Any) -> int:
-    """Returns the bytes of parameters and optimizer state, each memory once."""
+    """Returns the bytes of parameters and optimizer state, counting each storage once."""
     tensors = [getattr(p, "to_local", lambda p=p: p)().detach() for p in model.parameters()]
     if hasattr(optimizer, "state_tensors"):
         tensors += optimizer.state_tensors()
@@ -152,10 +152,10 @@ def _held_bytes(model: nn.Module, optimizer: Any) -> int:
 
 
 def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) -> Numbers:
-    """Compares the peaks of ZeRO-1, 2 and 3 with those of whole replicas, parameter by parameter.
+    """Compares peak bytes per parameter of ZeRO-1, 2 and 3 with those of full replicas.
 
-    In float32 a rank holds 16 bytes per parameter and a bucket or two; sharding the state saves
-    8 (n - 1)/n of them, the gradients 4 more, the parameters 4 more.
+    In float32 a replica takes 16 bytes per parameter plus a bucket or two. Sharding the optimizer
+    state saves 8 (n - 1)/n of them; gradients and parameters save 4 (n - 1)/n more each.
     """
     device = device_of(rank, device_type)
     num_layers = 16
@@ -165,7 +165,7 @@ def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) ->
         for strategy in ("bucketed", "sharded_optimizer", "sharded", "fully_sharded")
     }
     share = (world_size - 1) / world_size
-    gradients = 4 if device.type == "cuda" else 0  # What is held after the step has none.
+    gradients = 4 if device.type == "cuda" else 0  # On a CPU, measured after they are freed.
     expected = {
         "sharded_optimizer": 8 * share,
         "sharded": (8 + gradients) * share,
@@ -173,7 +173,7 @@ def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) ->
     }
     for strategy, saved in expected.items():
         found = peaks["bucketed"] - peaks[strategy]
-        # Two buckets or layers in flight are a part of the sixteen layers.
+        # Two buckets or layers in flight are a noticeable share of the sixteen layers.
         assert found > 0.75 * saved, (
             f"{strategy} saves {found:.1f} B per parameter, not {saved:.1f}"
         )
@@ -183,7 +183,7 @@ def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) ->
 def trace_shows_messages(
     rank: int, world_size: int, device_type: str, strategy: StrategyName
 ) -> Numbers:
-    """Records a step of all ranks, in which the messages of every rank must be seen."""
+    """Records a step and requires that the trace shows the messages of every rank."""
     device, width = device_of(rank, device_type), 64
     model = apply_strategy(strategy, _model(device, width, 4), 0.02)
     optimizer = make_optimizer(strategy, model, torch.optim.SGD, lr=0.1)
@@ -210,7 +210,7 @@ def trace_shows_messages(
 
 
 def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) -> Numbers:
-    """Measures what is left to wait for after backward, with one message and with buckets."""
+    """Measures the exposed wait after backward, with one message and with buckets."""
     device = device_of(rank, device_type)
     exposed = {}
     for strategy in ("flat", "bucketed"):
@@ -235,7 +235,7 @@ def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) 
 def host_is_never_awaited(
     rank: int, _world_size: int, device_type: str, strategy: StrategyName
 ) -> Numbers:
-    """Trains with torch's check for synchronisation of the host between forward and step."""
+    """Trains with torch's check for host synchronization during forward and backward."""
     device, width = device_of(rank, device_type), 32
     model = apply_strategy(strategy, _model(device, width, 6))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-3, foreach=True)
@@ -265,7 +265,7 @@ Check = tuple[Callable[..., Numbers], tuple[Any, ...]]
 
 
 def checks(device_type: str) -> dict[str, Check]:
-    """Returns all checks by name: the function, and its arguments behind the device's type."""
+    """Returns all checks by name: the function, and its arguments after the device type."""
     width = 2048 if device_type == "cuda" else 64
     found: dict[str, Check] = {"collectives": (collectives_are_right, ())}
     found |= {f"training {name}": (equals_one_process, (name,)) for name in STRATEGIES}

@@ -1,4 +1,4 @@
-"""Ranks that stay warm for the whole run: starting them takes seconds, using them does not."""
+"""Rank pools shared by the whole test session, because starting ranks takes seconds."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from paceline.parallel import RankPool
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """Returns pools by world size, made when first asked for."""
+    """Yields a function that returns the pool of a world size, created on first use."""
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:

@@ -1,4 +1,4 @@
-"""Runs in which something goes wrong on one rank, at a step of the test's choice."""
+"""Training runs with faults injected on one rank, at a step chosen by the test."""
 
 import dataclasses
 import pathlib
@@ -26,19 +26,19 @@ from paceline.training.watch.held import held_tensors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BitFlip:
-    """A bit that flips on one rank after a step."""
+    """A bit to flip on one rank after a step."""
 
     rank: int
     step: int
     where: Literal["weights", "state"] = "weights"
     tensor: int = 0
-    """Among those of the rank, counted round and round."""
+    """Index among the rank's tensors, modulo their number."""
     bit: int = 0
-    """Among those of the tensor, counted round and round."""
+    """Index among the tensor's bits, modulo their number."""
 
 
 def flip_bit(trainee: Trainee, flip: BitFlip) -> str:
-    """Flips the bit on this rank, and returns the tensor's name."""
+    """Flips the bit on this rank and returns the tensor's name."""
     held = [
         each
         for each in held_tensors(trainee)
@@ -53,17 +53,17 @@ def flip_bit(trainee: Trainee, flip: BitFlip) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Poison:
-    """What goes wrong in the passes of one rank, counted from 1; a step is one pass."""
+    """A fault in some forward passes of one rank. Passes count from 1; a step is one pass."""
 
     rank: int
     passes: tuple[int, ...]
     kind: Literal["nan", "infinite", "spike", "slow"] = "nan"
-    """Gradients that are NaN, outputs that are infinite, a loss far too high, or a slow pass."""
+    """NaN gradients, infinite outputs, a loss that is far too high, or a slow pass."""
     seconds: float = 0.0
 
 
 class PoisonHook:
-    """Does it, as a hook of the model's forward."""
+    """Applies poisons, as a forward hook of the model."""
 
     def __init__(self, poisons: Sequence[Poison]) -> None:
         self._poisons = poisons
@@ -86,7 +86,7 @@ class PoisonHook:
 
 
 class AfterSteps:
-    """Writes the first rank's rows, and does something on this rank after a step, once."""
+    """Writes rank 0's rows, and runs each action once on this rank after its step."""
 
     def __init__(
         self, metrics: FileObserver | None, actions: dict[int, Callable[[], object]]
@@ -101,7 +101,7 @@ class AfterSteps:
             self._actions.pop(row.step)()
 
     def close(self) -> None:
-        """Has nothing to close."""
+        """Does nothing: there is nothing to close."""
 
 
 def train_faulty(
@@ -112,10 +112,10 @@ def train_faulty(
     poisons: tuple[Poison, ...] = (),
     left_out: tuple[int, ...] = (),
 ) -> RunOutcome | str:
-    """Trains on this rank while bits flip, and passes fail; batches may be left out of the data.
+    """Trains on this rank with bit flips and poisoned passes, and leaves out some batches.
 
-    Returns the message with which all ranks have stopped: so they stay, which takes seconds less
-    than to start others.
+    Returns the outcome, or the message of the error with which all ranks agreed to stop. Returning
+    it keeps the pool's ranks alive, which saves the seconds that starting others takes.
     """
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
@@ -137,7 +137,7 @@ def train_faulty(
 
 
 def _leaving_out(numbers: tuple[int, ...]) -> Callable[[TorchLoader], TorchBatch]:
-    """Returns the next batch of a loader, without those of these numbers, from 1."""
+    """Returns a `__next__` for loaders that skips batches by number, counted from 1."""
     take = TorchLoader.__next__
 
     def following(loader: TorchLoader) -> TorchBatch:
@@ -155,7 +155,7 @@ def events_of(config: RunConfig, name: str) -> list[EventRow]:
 
 
 def saved_tensors(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
-    """Returns all that a checkpoint holds, whichever rank has written it."""
+    """Returns all tensors of a checkpoint, from the files of all ranks."""
     place = pathlib.Path(config.out) / "checkpoints" / f"step-{step:08}"
     files = sorted(place.glob("*.safetensors"))
     return {name: values for file in files for name, values in load_file(file).items()}

@@ -1,4 +1,4 @@
-"""Random training programs under containers, and in one process, which the first rank is too."""
+"""Runs random training programs under containers and, on rank 0, also in a single process."""
 
 import contextlib
 import pathlib
@@ -34,11 +34,11 @@ from tests.distributed.fuzz_programs import NUM_BLOCKS, Pass, Step, make_program
 WIDTH = 6
 DTYPE = torch.float64
 TOLERANCE = 1e-9
-"""Sums in another order differ a hundred thousand times less; what is lost on the way differs far
-more, and so does what was float32 in between. In float32 the two are not told apart: some programs
-magnify what is rounded."""
-# Momentum moves a parameter whose gradient is zero, but not one that has none. No decay: of that,
-# torch.distributed.checkpoint makes a momentum for parameters that were saved without one.
+"""Another summation order causes differences 100,000 times smaller. Lost values, or values that
+were float32 in between, cause far larger ones. In float32 the two could not be distinguished: some
+programs amplify rounding errors."""
+# Momentum updates a parameter with a zero gradient, but not one without any. No weight decay:
+# torch.distributed.checkpoint would turn it into momentum for parameters saved without momentum.
 _OPTIONS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 
 MAKE: dict[str, Callable[..., nn.Module]] = {
@@ -55,7 +55,7 @@ _SHARD_THE_OPTIMIZER = ("sharded_optimizer", "sharded", "sharded_in_backward")
 
 
 class Net(nn.Module):
-    """A stem, blocks that may be left out, tied weights, strides, a scalar, and an unused layer."""
+    """A stem, skippable blocks, tied weights, a transposed weight, a scalar, an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 
 class Subject:
-    """A model in training: the container with its optimizer, or one process."""
+    """A model with its optimizer: either the container or the single-process reference."""
 
     def __init__(self, model: nn.Module, optimizer: Any, inner: Net) -> None:
         self.model = model
@@ -89,14 +89,14 @@ class Subject:
         self.inner = inner
 
     def prepare(self, step: Step) -> None:
-        """Freezes, unfreezes, and chooses the mode."""
+        """Freezes and unfreezes blocks, and sets train or eval mode."""
         self.model.train(not step.freezes_in_eval)
         for number, block in enumerate(self.inner.blocks):
             block.requires_grad_(number not in step.frozen)
         self.model.train(not step.trains_in_eval)
 
     def finish(self, step: Step) -> None:
-        """Steps, and clears gradients."""
+        """Steps the optimizer and clears gradients."""
         self.optimizer.step()
         cleared = self.model if step.zeroes == "container" else self.optimizer
         cleared.zero_grad(set_to_none=step.set_to_none or bool(step.frozen))
@@ -109,7 +109,7 @@ def data(seed: int, place: tuple[int, ...], rank: int, second: bool) -> Tensor:
 
 
 class Run:
-    """One program on this rank, and on the first rank in one process too."""
+    """One program, run on this rank and, on rank 0, also in a single process."""
 
     def __init__(self, kind: str, seed: int, rank: int, groups: dict[int, Any]) -> None:
         self._kind = kind
@@ -124,7 +124,11 @@ class Run:
         self._alone = Subject(inner, torch.optim.SGD(inner.parameters(), **_OPTIONS), inner)
 
     def differences(self) -> dict[str, float]:
-        """Returns how far each parameter is from one process's, relative to its largest number."""
+        """Runs the program and returns each parameter's and norm's difference from one process.
+
+        Differences are relative to the largest magnitude. Ranks without a part in the last half
+        return none.
+        """
         ours: Subject | None = None
         with tempfile.TemporaryDirectory(prefix="paceline-fuzz-") as own:
             paths = [own]
@@ -132,7 +136,7 @@ class Run:
             path = pathlib.Path(paths[0]) / "checkpoint"
             halves = zip(self._program.halves, self._program.num_ranks, strict=True)
             for half, (steps, num_ranks) in enumerate(halves):
-                # Gradients are no part of a checkpoint, not even those that are zero.
+                # Checkpoints contain no gradients, so the reference drops its own, even zeros.
                 self._alone.optimizer.zero_grad(set_to_none=True)
                 if self._rank < num_ranks:
                     ours = self._make(num_ranks)
@@ -232,7 +236,7 @@ class Run:
         is_sharded = isinstance(ours.optimizer, ShardedOptimizer)
         if not is_sharded:
             state["optimizer"] = get_optimizer_state_dict(ours.model, ours.optimizer)
-        # torch invents state for parameters that never had a gradient, and asks for it here.
+        # torch creates state for parameters that never had a gradient, and requires it here.
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(state, checkpoint_id=path, process_group=group, planner=planner)
         set_model_state_dict(ours.model, state["model"])
@@ -261,7 +265,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 class Outcome(NamedTuple):
-    """What of a program is furthest from one process, relative to its largest number."""
+    """The parameter or norm of a program that differs most from one process."""
 
     seed: int
     name: str
@@ -269,8 +273,8 @@ class Outcome(NamedTuple):
 
 
 def run_programs(rank: int, world_size: int, kind: str, seeds: range) -> list[Outcome]:
-    """Runs programs; returns their outcomes on this rank, if it took part to the end."""
-    warnings.simplefilter("ignore", OverlapWarning)  # Programs with unused layers deserve it.
+    """Runs programs. Returns the outcomes of those whose last half includes this rank."""
+    warnings.simplefilter("ignore", OverlapWarning)  # Programs have unused layers.
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world_size)}
     groups[world_size] = dist.group.WORLD
     outcomes = []

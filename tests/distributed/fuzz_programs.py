@@ -1,8 +1,8 @@
-"""Random training programs, each a function of its seed.
+"""Random training programs, each determined by its seed.
 
-Which layers each rank uses, what is accumulated locally and on which side of the pass, second
-backward passes, checkpoints of activations, weights of ranks, clipping, freezing, eval mode, ways
-to clear gradients, and a checkpoint that is saved by so many ranks and loaded by others.
+Programs vary the layers that each rank uses, which passes run under no_sync, second forward and
+backward passes, activation checkpointing, rank weights, clipping, freezing, eval mode, how
+gradients are cleared, and checkpoints that one number of ranks saves and another loads.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import random
 
 NUM_BLOCKS = 4
 _TRAINS_IN_EVAL = 0.15
-"""How often a step's mode is eval, which changes nothing of what is trained."""
+"""Probability that a step trains in eval mode, which must not change the result."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Pass:
     """One micro-batch."""
 
     local: str
-    """Which side lies in no_sync: "none", "forward", "backward", or "both"."""
+    """Which part runs under no_sync: "none", "forward", "backward", or "both"."""
     two_forwards: bool
     two_backwards: bool
     recomputes: bool
@@ -29,29 +29,29 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Passes, and what surrounds them."""
+    """The micro-batches of an optimizer step, and its settings."""
 
     passes: tuple[Pass, ...]
     frozen: frozenset[int]
-    """Blocks that are not trained from here on."""
+    """Blocks that are frozen in this step."""
     freezes_in_eval: bool
     looks_in_eval: bool
-    """Whether a forward pass without gradients comes first."""
+    """Whether a forward pass in eval mode, without gradients, comes first."""
     trains_in_eval: bool
     max_norm: float | None
     zeroes: str
-    """Who clears gradients: "container" or "optimizer"."""
+    """Whose zero_grad clears gradients: "container" or "optimizer"."""
     set_to_none: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A run; its second half may be another number of ranks', from a checkpoint."""
+    """A run. Its second half, if any, resumes from a checkpoint on another number of ranks."""
 
     bucket_size_mb: float
     halves: tuple[tuple[Step, ...], ...]
     num_ranks: tuple[int, ...]
-    """Of each half."""
+    """Number of ranks in each half."""
 
 
 def make_program(kind: str, seed: int, world_size: int) -> Program:

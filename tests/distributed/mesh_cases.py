@@ -1,4 +1,4 @@
-"""A small model under a layout, beside one process that has the whole model and the whole batch."""
+"""Trains a small model under a layout and compares it with one process that has all data."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from paceline.parallel.strategies import without_synchronization
 
 CONTEXT, SEQUENCES, MICRO_BATCHES = 16, 4, 2
 MAX_NORM = 0.3
-"""Below the norm of the gradients, so that clipping has something to do."""
+"""Below the gradient norm, so that clipping has an effect."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def batch(case: MeshCase, step: int, data_rank: int) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # Adam turns rounding of tiny gradients into whole steps.
+    # With a smaller eps, Adam turns rounding errors of tiny gradients into full steps.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
 
@@ -66,7 +66,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train_case(rank: int, world_size: int, case: MeshCase) -> None:
-    """Trains both and compares losses, norms, gradients and weights after every step."""
+    """Trains both models; compares losses, norms, gradients and weights after every step."""
     torch.manual_seed(0)
     recompute: Any = case.layout.activation_checkpointing
     model = TransformerLM(case.shape, activation_checkpointing=recompute)
@@ -85,7 +85,7 @@ def train_case(rank: int, world_size: int, case: MeshCase) -> None:
             part = summed_loss(logits, targets) / (SEQUENCES * CONTEXT * groups.data_ranks)
             part.backward()
             total += part.detach()
-        # Rounding grows with the steps.
+        # Rounding errors grow with the steps.
         tolerance = 2e-2 if case.autocast else 1e-6 if step == 0 else 1e-5
         torch.testing.assert_close(loss, total, atol=tolerance, rtol=tolerance)
         own_norm = _norm_of_whole(model)
@@ -97,7 +97,7 @@ def train_case(rank: int, world_size: int, case: MeshCase) -> None:
         if case.autocast:
             for each in (optimizer, expected_optimizer):
                 each.zero_grad()
-            continue  # Rounded in other places.
+            continue  # The two round to bf16 in different places.
         _require_close(model, oracle, f"step {step}: gradient of", tolerance, gradients=True)
         for each in (optimizer, expected_optimizer):
             each.step()
@@ -106,7 +106,7 @@ def train_case(rank: int, world_size: int, case: MeshCase) -> None:
 
 
 def _pass(case: MeshCase, model: nn.Module, groups: MeshGroups, step: int) -> Tensor:
-    """Leaves averaged gradients, in two micro-batches; returns the mean loss of all ranks."""
+    """Computes averaged gradients in two micro-batches; returns the mean loss of all ranks."""
     tokens, targets = batch(case, step, groups.data_rank)
     if groups.context is not None:
         share = ContextShare(groups.context)
@@ -135,7 +135,7 @@ def _backward(case: MeshCase, model: nn.Module, tokens: Tensor, targets: Tensor)
 
 
 def _norm_of_whole(model: nn.Module) -> Tensor:
-    """Returns the norm of the gradients that all ranks have together."""
+    """Returns the norm of the full gradients, gathered from all ranks."""
     complete_gradients(model)
     gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     return torch.cat([each.flatten().double() for each in gradients]).norm().float()

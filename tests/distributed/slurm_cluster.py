@@ -1,4 +1,4 @@
-"""A local Slurm for tests: asked, waited for, and deprived of a node."""
+"""Helpers for tests on a local Slurm cluster: client commands and the loss of a node."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ def slurm_client(*command: str) -> str:
 
 
 def lose_node(cluster: pathlib.Path, node: str, job: str) -> None:
-    """Ends all that runs on a node, as the loss of its power does."""
+    """Kills a node's slurmd and the steps of a job on it, like a power failure."""
     doomed = [int((cluster / "run" / f"slurmd-{node}.pid").read_text())]
     steps = [
         int(path.name)
@@ -33,7 +33,7 @@ def lose_node(cluster: pathlib.Path, node: str, job: str) -> None:
 def _is_step(process: pathlib.Path, cluster: pathlib.Path, job: str) -> bool:
     with contextlib.suppress(OSError):
         command = (process / "cmdline").read_bytes()
-        # Another cluster of this machine has a job of the same number.
+        # Another cluster on this machine may have a job with the same number.
         environment = (process / "environ").read_bytes().split(b"\0")
         return (
             command.startswith(f"slurmstepd: [{job}.".encode())

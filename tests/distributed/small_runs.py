@@ -1,4 +1,4 @@
-"""Runs of a small model on random tokens, for tests on ranks."""
+"""Training runs of a small model on random tokens, for distributed tests."""
 
 import dataclasses
 import pathlib
@@ -30,7 +30,7 @@ from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 
 def small_run(place: pathlib.Path) -> RunConfig:
-    """Writes tokens of bytes, training and held-out, and returns a run on them."""
+    """Writes byte tokens for training and held-out splits; returns the config of a run on them."""
     tokens = place / "tokens"
     tokenizer = byte_tokenizer_json().encode()
     splits = {}

@@ -1,8 +1,8 @@
-"""What each strategy offers, as checks that show it: the table of the docs is made of this.
+"""Features of each strategy, with a check for each; the docs' table is generated from them.
 
-A cell is "yes" where the check passes, "refused" where the strategy says that it cannot, and empty
-where nothing is shown. `test_strategy_features` runs every cell; `scripts/features_table.py` writes
-the table.
+A cell is "yes" where the check passes, "refused" where the strategy raises a usage error, and empty
+where nothing is checked. `test_strategy_features` runs every non-empty cell;
+`scripts/features_table.py` writes the table.
 """
 
 import pathlib
@@ -46,14 +46,14 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
         for number, block in enumerate(self.blocks):
-            # All layers run on all ranks, but the loss need not depend on all.
+            # All layers run on all ranks, but the loss need not depend on each of them.
             y = torch.tanh(block(x))
             x = x if number == skipped else x + y
         return x
 
 
 class Pair:
-    """A model under a strategy, and the same in one process."""
+    """A model under a strategy and its single-process reference."""
 
     def __init__(self, rank: int, world_size: int, strategy: StrategyName) -> None:
         self.rank, self.world_size = rank, world_size
@@ -75,7 +75,7 @@ class Pair:
     def pass_alone(
         self, step: int, weights: list[float] | None = None, skipped: dict[int, int] | None = None
     ) -> None:
-        """Runs one process backward over the data of all ranks."""
+        """Runs the backward pass of the reference on the data of all ranks."""
         weights = weights or [1.0] * self.world_size
         losses = (
             self.alone(self.data(step, rank), (skipped or {}).get(rank)).square().mean() * weight
@@ -84,13 +84,13 @@ class Pair:
         (sum(losses) / sum(weights)).backward()
 
     def step(self) -> None:
-        """Steps both, and clears gradients."""
+        """Steps both optimizers and clears gradients."""
         for optimizer in (self.optimizer, self.optimizer_alone):
             optimizer.step()
             optimizer.zero_grad()
 
     def require_equal(self) -> None:
-        """Compares the parameters of the two."""
+        """Compares the parameters of the two models on rank 0."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         if self.rank == 0:
@@ -187,7 +187,7 @@ def _tells_times(pair: Pair) -> None:
 
 
 def _saves_for_any(pair: Pair) -> None:
-    """Saves on all ranks, and loads into a plain module of one process."""
+    """Saves on all ranks and loads into a plain module in one process."""
     _trains_once(pair)
     with tempfile.TemporaryDirectory(prefix="paceline-features-") as own:
         paths = [own]
@@ -229,7 +229,7 @@ FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
     "`synchronization_stats`": (_tells_times, dict.fromkeys((*OURS, "torch_fsdp2"), "yes")),
     "checkpoint for any world size": (_saves_for_any, dict.fromkeys(STRATEGIES, "yes")),
 }
-"""By feature: what shows it, and which strategies it is shown of."""
+"""By feature: its check, and the expected cell of each strategy."""
 
 
 def show(rank: int, world_size: int, strategy: StrategyName, feature: str) -> None:
@@ -239,7 +239,7 @@ def show(rank: int, world_size: int, strategy: StrategyName, feature: str) -> No
 
 
 def table() -> str:
-    """Returns the table of the docs."""
+    """Returns the docs' table in Markdown."""
     names = list(FEATURES)
     lines = [f"| strategy | {' | '.join(names)} |", f"|{' --- |' * (len(names) + 1)}"]
     for strategy in STRATEGIES:

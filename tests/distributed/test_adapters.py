@@ -1,4 +1,4 @@
-"""What the courses' own tests do with the adapters, and stricter: different weights per rank."""
+"""Stricter versions of the courses' own adapter tests: initial weights differ by rank."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -99,7 +99,7 @@ def test_the_courses_sharded_optimizer(rank_pool: Pools, tied: bool) -> None:
 
 
 class Linear(nn.Module):
-    """The course's own: one weight, in the dtype of which it computes."""
+    """The course's linear layer: one weight, whose dtype it computes in."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class ToyLanguageModel(nn.Module):
 def _narrow_gradients(
     model: nn.Module, tokens: Tensor, labels: Tensor, dtype: torch.dtype | None
 ) -> None:
-    """Computes one process' gradients with matrices in a dtype and norms in float32."""
+    """Computes single-process gradients with matrices in `dtype` and norms in float32."""
     narrow = copy.deepcopy(model)
     narrow.zero_grad()
     if dtype is not None:
@@ -192,7 +192,7 @@ def _course_fsdp(rank: int, world_size: int, compute_dtype: torch.dtype | None) 
 
 
 def _require_the_courses_gradients(model: nn.Module, world_size: int) -> None:
-    """Like their parameters; and where these are not sharded, plain and the same on all ranks."""
+    """Requires gradients like their parameters; unsharded ones are plain and equal on all ranks."""
     owners = dict(model.module.named_modules())
     for name, parameter in model.module.named_parameters():
         assert parameter.grad is not None

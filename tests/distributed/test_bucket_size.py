@@ -39,7 +39,7 @@ def _train_with_auto(rank: int, world_size: int, model: str, unfreeze: bool) -> 
         if unfreeze and step == 2:
             for module in (ours.module, oracle):
                 module.second.weight.requires_grad_()
-        if step % 3 == 1:  # A choice may fall between passes that accumulate.
+        if step % 3 == 1:  # The choice may fall between accumulated passes.
             with ours.no_sync():
                 loss_of(ours(data(100 + step, rank), rank)).backward()
             oracle_backward(oracle, 100 + step, world_size)
@@ -65,7 +65,7 @@ def test_ranks_agree_on_a_size_and_training_stays_right(
     assert len(set(results)) == 1
     size, chosen_at = results[0]
     assert size in CANDIDATES_MB
-    assert chosen_at == 3  # One step of warm-up, three that were watched.
+    assert chosen_at == 3  # One warm-up step, then three observed steps.
 
 
 def test_watching_starts_anew_when_other_parameters_are_trained(rank_pool: Pools) -> None:
@@ -77,7 +77,7 @@ def test_watching_starts_anew_when_other_parameters_are_trained(rank_pool: Pools
 def _measure_with_a_slow_rank(rank: int, _world_size: int) -> BucketSizeChoice:
     settings = BucketedDataParallel(MODELS["layered"]())._settings
     before = bucket_size.time
-    if rank == 1:  # Every look at the clock is 0.05 s later than the one before.
+    if rank == 1:  # Each reading of the clock is 0.05 s after the previous one.
         ticks = itertools.count(0, 0.05)
         bucket_size.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
     try:
@@ -93,7 +93,7 @@ def test_the_slowest_rank_counts(rank_pool: Pools) -> None:
     choice, second = rank_pool(2).run(_measure_with_a_slow_rank)
     assert choice == second
     assert choice.start_s == pytest.approx(0.05)
-    assert choice.latency_s > 0.05  # Two looks at that clock; a real call takes a millisecond.
+    assert choice.latency_s > 0.05  # Two readings of that clock; a real call takes a millisecond.
     assert choice.backward_s == pytest.approx(0.6)
 
 

@@ -1,4 +1,4 @@
-"""One trace of several ranks, recorded and analysed."""
+"""Recording of several ranks into one trace, and its analysis."""
 
 import json
 import pathlib
@@ -61,7 +61,7 @@ def test_ranks_are_recorded_into_one_trace(rank_pool: Pools, tmp_path: pathlib.P
     for step in analysis.steps:
         assert len(step.times.messages) == len(buckets)
         assert step.times.communication > 0
-    # Under one kernel the clocks agree: after a barrier the ranks begin within milliseconds.
+    # Ranks under one kernel share a clock: after a barrier they start within milliseconds.
     starts = {
         rank: [e["ts"] for e in events if e["name"] == step_range("toy") and e["pid"] == rank]
         for rank in (0, 1)
@@ -70,7 +70,7 @@ def test_ranks_are_recorded_into_one_trace(rank_pool: Pools, tmp_path: pathlib.P
 
 
 def _offset(rank: int, world_size: int, ahead_ns: int) -> int:
-    """Lets every rank but the first believe that it is on another host, with a clock ahead."""
+    """Returns the clock offset with every rank but the first on a fake host with a clock ahead."""
     real_clock, real_kernel = time.time_ns, clock_alignment._kernel
     if rank > 0:
         clock_alignment._kernel = lambda: f"host of rank {rank}"
@@ -85,7 +85,7 @@ def test_clocks_of_other_hosts_are_compared(rank_pool: Pools) -> None:
     ahead_ns = 7_000_000_000
     offsets = rank_pool(3).run(_offset, ahead_ns)
     assert offsets[0] == 0
-    # What is left is half of the fastest exchange at most.
+    # The remaining error is at most half of the fastest round trip.
     assert offsets[1:] == [
         pytest.approx(-ahead_ns, abs=5_000_000),
         pytest.approx(-2 * ahead_ns, abs=5_000_000),

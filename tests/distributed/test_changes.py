@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unfrozen or replaced on some ranks only."""
+"""Parameters that are frozen or unfrozen, on some ranks only or on all."""
 
 import warnings
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_a_change_on_one_rank_is_named_on_all(rank_pool: Pools, kind: str, in_ev
     change = "parameter 'second.weight' was unfrozen"
     remedy = "freeze, unfreeze and replace the same parameters on all ranks, before the same pass"
     assert second == f"rank 1: {change} here, but nothing has changed on rank 0 for 5 s; {remedy}"
-    assert num_warnings == 1  # It has said so before.
+    assert num_warnings == 1  # It warned before it raised.
     assert first.startswith("rank 0: ")
     assert first.endswith(f"; on rank 1, {change}, and nothing has changed here: {remedy}")
 
@@ -81,7 +81,7 @@ def test_changes_that_differ_are_named_at_once(rank_pool: Pools, kind: str) -> N
 
 def _change_together(rank: int, _world_size: int, kind: str) -> list[float]:
     torch.manual_seed(0)
-    containers = [MAKE[kind](Layered()) for _ in range(2)]  # Each agrees on its own changes.
+    containers = [MAKE[kind](Layered()) for _ in range(2)]  # Each synchronizes its own changes.
     for step in range(4):
         for number, container in enumerate(containers):
             container.module.second.weight.requires_grad_(step % 2 == number)

@@ -1,4 +1,4 @@
-"""Any world size and strategy continues from any other, to the bit where nothing is recomputed."""
+"""Any world size and strategy resumes from any other, bitwise where nothing is recomputed."""
 
 import pathlib
 from collections.abc import Callable
@@ -36,7 +36,7 @@ STRATEGIES: tuple[StrategyName, ...] = (
 
 
 class Tagger(nn.Module):
-    """Rows that no number of ranks divides, a buffer, and a dropout that draws random numbers."""
+    """Row counts that ranks do not divide, a buffer, and dropout, which draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Run:
         return restored
 
     def numbers(self) -> Numbers:
-        """Returns everything in full, by ways that have nothing to do with checkpoints."""
+        """Returns the full model and optimizer state, without the checkpoint code under test."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=False)
         found = {
             f"model.{k}": v for k, v in get_model_state_dict(self.model, options=options).items()
@@ -112,7 +112,7 @@ def _full_states(optimizer: Optimizer) -> list[dict[str, Tensor]]:
 def _continue(
     rank: int, _world_size: int, strategy: StrategyName, place: str, step: int
 ) -> tuple[Numbers, Numbers]:
-    """Loads what is there, takes a step, saves; returns the numbers before and after the step."""
+    """Loads the checkpoint, if any, trains a step and saves; returns the states around the step."""
     run = Run(strategy, seed=step)
     if step:
         assert run.load(place).step == step
@@ -242,7 +242,7 @@ def _load_damaged(rank: int, _world_size: int, place: str) -> tuple[int, str]:
 def test_ranks_agree_to_fall_back(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
     pool = rank_pool(2)
     pool.run(_train, "sharded", str(tmp_path), 0, 2)
-    # A file that only one of the ranks reads from.
+    # Damages a file that only one of the ranks reads.
     (file,) = (tmp_path / "step-00000002").glob("rank-00001-*")
     content = bytearray(file.read_bytes())
     content[-1] ^= 4
@@ -255,7 +255,8 @@ def test_ranks_agree_to_fall_back(rank_pool: Pools, tmp_path: pathlib.Path) -> N
 
 
 def test_ranks_save_to_a_bucket(tmp_path: pathlib.Path) -> None:
-    with s3_server() as bucket, RankPool(2, timeout_s=60) as pool:  # With the server's variables.
+    # The pool starts inside, so that its ranks inherit the server's environment variables.
+    with s3_server() as bucket, RankPool(2, timeout_s=60) as pool:
         place = f"{bucket}/run"
         whole = pool.run(_train, "fully_sharded", str(tmp_path), 0, 4)
         first = pool.run(_train, "fully_sharded", place, 0, 2)

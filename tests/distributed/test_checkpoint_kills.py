@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save, at any moment, leave a checkpoint that loads."""
+"""Ranks killed at any moment while saving leave a checkpoint that loads."""
 
 import os
 import pathlib
@@ -104,7 +104,7 @@ def _save_stock_until_killed(
 def test_stock_checkpoints_for_comparison(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch's own, which overwrites one directory as its documentation shows."""
+    """Counts losses with torch's save, which overwrites one directory as in its documentation."""
     chosen = random.Random(2)
     lost, kills = 0, 20
     with RankPool(2, timeout_s=60) as pool:
@@ -123,7 +123,7 @@ def test_stock_checkpoints_for_comparison(
                 load_stock(loaded, checkpoint_id=place)
                 step = round((loaded["0"][0] / 1000).item())
                 lost += not all(torch.equal(loaded[str(k)], _values(step, k)) for k in range(KEYS))
-            except BaseException:  # torch's own failure is no Exception.
+            except BaseException:  # torch's CheckpointException is not an Exception.
                 lost += 1
     with capsys.disabled():
         sys.stdout.write(f"\nstock: of {kills} kills, {lost} left nothing whole to load\n")

@@ -1,4 +1,4 @@
-"""A run whose ranks or hosts are lost goes on from memory, to the bit, or from disk if it must."""
+"""A run that loses ranks or hosts resumes bitwise from memory, or from disk if necessary."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def _of_rank(config: RunConfig, rank: int) -> RunConfig:
-    """Gives every rank a host of its own."""
+    """Gives a rank its own memory directory, as if it were on a separate host."""
     memory = pathlib.Path(config.out).parent / f"{pathlib.Path(config.out).name}-host-{rank}"
     memory.mkdir(exist_ok=True)
     checkpoint = dataclasses.replace(config.checkpoint, memory_directory=str(memory))
@@ -48,16 +48,16 @@ def _train(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 class _Lost(BaseException):
-    """The end of a process, as far as the run can tell."""
+    """Simulates the end of a process."""
 
 
 def _train_until_lost(rank: int, world_size: int, config: RunConfig, *, kill: bool) -> None:
-    """Trains until a state is in memory that is on no disk."""
+    """Trains until memory has a state that is not on disk, and ends."""
     keep = RunStates.keep_in_memory
 
     def keep_and_end(states: RunStates, step: int, *rest: Any) -> None:
         if step == LAST_IN_MEMORY:
-            # What is kept says which step is on disk; a slow disk may not have it yet.
+            # The state in memory records which step is on disk; a slow disk may not have it yet.
             states._checkpointer.wait()
         keep(states, step, *rest)
         if step == LAST_IN_MEMORY:
@@ -71,7 +71,7 @@ def _train_until_lost(rank: int, world_size: int, config: RunConfig, *, kill: bo
 
 
 def _lost(pool: RankPool, config: RunConfig, name: str, **sections: dict[str, Any]) -> RunConfig:
-    """Returns a run that has come to its end before it had finished."""
+    """Trains a run that ends early, and returns its config."""
     lost = changed(config, name, **sections, checkpoint={"memory_every_steps": 1})
     pool.run(functools.partial(_train_until_lost, kill=False), lost)
     return lost
@@ -88,7 +88,7 @@ def _notices(config: RunConfig) -> list[str]:
 
 
 def _tensors(config: RunConfig) -> dict[str, bytes]:
-    """Returns the bytes of all tensors of the last checkpoint, whoever has written which."""
+    """Returns the bytes of all tensors of the last checkpoint, from the files of all ranks."""
     last = pathlib.Path(config.out) / "checkpoints" / f"step-{STEPS:08d}"
     return {
         name: tensor.numpy().tobytes()
@@ -99,7 +99,7 @@ def _tensors(config: RunConfig) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(config: RunConfig, rank_pool: Pools) -> Callable[[str], RunConfig]:
-    """Runs that were never killed, by strategy."""
+    """Returns a function from a strategy to its uninterrupted run."""
     runs: dict[str, RunConfig] = {}
 
     def run(strategy: str) -> RunConfig:
@@ -139,11 +139,11 @@ def test_a_run_goes_on_from_memory_to_the_bit(
         assert step.name == f"step-{LAST_IN_MEMORY:08d}"
         assert _memory(run, rank).stat().st_mode & 0o777 == 0o700
     if lost is not None:
-        shutil.rmtree(_memory(run, lost))  # As if it were another host in its place.
+        shutil.rmtree(_memory(run, lost))  # As if a new host replaced it.
     rank_pool(2).run(_train, run)
     (notice,) = _notices(run)
     assert notice.startswith(f"step {LAST_IN_MEMORY} was restored from memory")
-    # With replicated parameters every host needs all files, of which it holds a copy.
+    # With replicated parameters every host needs all files, and has a copy of each.
     assert ("from other hosts" in notice) == (lost is not None)
     _require_same(run, whole(strategy))
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""A whole compiled model completes all gradients at once; block by block it does not."""
+"""A model compiled as a whole completes all gradients at once; compiled blocks do not."""
 
 import warnings
 from collections.abc import Callable

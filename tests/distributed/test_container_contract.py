@@ -1,4 +1,4 @@
-"""What a loop may ask of every reducer container alike: names, versions, checkpoints, clipping."""
+"""The contract of every reducer container: names, versions, checkpoints, clipping."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ Pools = Callable[[int], RankPool]
 
 
 class _Versioned(nn.Linear):
-    """Remembers the version that it was saved with."""
+    """Remembers the version in the state that it loads."""
 
     _version = 2
 

@@ -1,4 +1,4 @@
-"""Every container against one process with all data, with different data on every rank."""
+"""Compares every container, with different data on each rank, with one process with all data."""
 
 import copy
 import itertools
@@ -46,7 +46,7 @@ def _train(rank: int, world_size: int, model: str, container: str) -> None:
         require_equal(ours, oracle)
         for optimizer in optimizers:
             optimizer.step()
-            # Both ways of clearing: one drops the views of the buffer, the other keeps them.
+            # Alternates: one way of clearing drops the views of the buffer, the other keeps them.
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         require_equal(ours, oracle)
 
@@ -81,7 +81,7 @@ def _accumulate(rank: int, world_size: int, model: str, container: str, way: str
                 with ours.no_sync():
                     loss = loss_of(ours(data(micro, rank), rank))
                 loss.backward()
-        else:  # Two passes that are both synchronised.
+        else:  # Both passes are synchronized.
             loss_of(ours(data(step, rank), rank)).backward()
             loss_of(ours(data(step + 1, rank), rank)).backward()
         loss_of(ours(data(step + 2, rank), rank)).backward()
@@ -196,7 +196,7 @@ def test_unused_parameters_are_named_with_their_ranks(rank_pool: Pools, containe
 
 
 def _explain_to_few(rank: int, _world_size: int) -> tuple[list[tuple[tuple[int, ...], int]], int]:
-    """Explains with room for two ranks; returns also the longest message."""
+    """Explains with at most two ranks per parameter; also returns the longest message's length."""
     ours, _ = make_pair(rank, "unused", "bucketed")
     loss_of(ours(data(0, rank), rank)).backward()
     lengths = []
@@ -222,7 +222,7 @@ def test_explaining_takes_no_more_where_there_are_more_ranks(rank_pool: Pools) -
 
 
 def _skip_backward(rank: int, world_size: int, container: str) -> None:
-    """A rank whose loss depends on nothing that is trained joins when it finishes."""
+    """Runs no backward pass on rank 1, which joins by finishing the synchronization."""
     ours, oracle = make_pair(rank, "layered", container)
     loss = loss_of(ours(data(0, rank), rank))
     if rank != 1:
@@ -292,7 +292,7 @@ def _weighted(rank: int, world_size: int, container: str) -> None:
         total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
         (total / sum(weights)).backward()
         require_equal(ours, oracle)
-    for step in (2, 3):  # The weight is for one synchronisation; where all are zero, all count.
+    for step in (2, 3):  # A weight applies once; if all are zero, all ranks count.
         loss_of(ours(data(step, rank), rank)).backward()
         oracle_backward(oracle, step, world_size)
         require_equal(ours, oracle)
@@ -326,7 +326,7 @@ def _reduce_in(
     numbers: list[float],
 ) -> tuple[float, int]:
     container = BucketedDataParallel(_Given(parameters), reduction_dtype=reduction)
-    # Times the number of ranks, so that the average is the sum of what is given.
+    # Scaled by the number of ranks, so that the average is the sum of the numbers.
     given_ = torch.full((8,), numbers[rank] * world_size, dtype=parameters)
     container(given_).backward()
     gradient = container.module.weight.grad
@@ -338,7 +338,7 @@ def _reduce_in(
 @pytest.mark.parametrize(
     ("parameters", "reduction", "expected", "element_bytes"),
     [
-        # 1 + 2^-9 is not a bfloat16, 1 + 2^-7 is: summed one by one in bfloat16, the small ones go.
+        # bf16 can represent 1 + 2^-7 but not 1 + 2^-9: sums one by one in bf16 lose small values.
         (torch.bfloat16, torch.float32, 1 + 2**-7, 4),
         (torch.bfloat16, torch.bfloat16, 1.0, 2),
         (torch.float32, torch.bfloat16, 1.0, 2),
@@ -368,7 +368,7 @@ def _tiny(rank: int, _world_size: int) -> float:
 
 
 def test_a_share_too_small_for_the_gradients_format_is_not_lost(rank_pool: Pools) -> None:
-    # The smallest float16 is 6e-8: a quarter of 1e-7 would be nothing, four of them are it again.
+    # The smallest float16 is 6e-8: a quarter of 1e-7 would underflow, four quarters make it again.
     for value in rank_pool(4).run(_tiny):
         assert value == pytest.approx(1.19e-7, rel=0.01)
 
@@ -394,7 +394,7 @@ def _buffers(rank: int, _world_size: int) -> None:
     with torch.no_grad():
         ours.eval()(data(2, rank))
     ours.train()(data(3, rank) * 0)
-    # Rank 0's statistics were taken over before the last pass, whose input was the same on all.
+    # All ranks copied rank 0's statistics before the last pass, and its input was identical on all.
     for name, buffer in ours.module.named_buffers():
         require_identical(buffer, name)
 
@@ -467,7 +467,7 @@ def test_parameters_may_be_frozen_and_unfrozen(rank_pool: Pools) -> None:
 
 
 def _unfreeze_in_evaluation(rank: int, world_size: int, container: str) -> None:
-    """Fine-tuning in evaluation mode: no dropout, frozen statistics, more and more layers."""
+    """Fine-tunes more and more layers in evaluation mode: no dropout, frozen statistics."""
     ours, oracle = make_pair(rank, "frozen", container)
     ours.eval()
     optimizers = make_optimizer(ours), make_optimizer(oracle)
@@ -489,7 +489,7 @@ def test_parameters_may_be_unfrozen_in_evaluation_mode(rank_pool: Pools, contain
 
 
 def _freeze_for_evaluation(rank: int, world_size: int) -> None:
-    """One rank freezes the model to look at gradients of its input; the others do not know."""
+    """Freezes the model on rank 0 alone, to compute gradients of its input."""
     ours, oracle = make_pair(rank, "layered", "bucketed")
     if rank == 0:
         ours.eval().requires_grad_(False)
@@ -506,7 +506,7 @@ def test_a_rank_may_freeze_its_model_to_evaluate_alone(rank_pool: Pools) -> None
 
 
 class _Aliased(nn.Module):
-    """A parameter that is also kept in a list, of which torch knows nothing."""
+    """A parameter that is also in a plain list, which torch does not track."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +542,7 @@ def _statistics(rank: int, _world_size: int, container: str) -> None:
     num_bytes = sum(parameter.nbytes for parameter in ours.parameters())
     num_parameters = len(list(ours.parameters()))
     assert sum(bucket.num_parameters for bucket in stats.buckets) == num_parameters
-    # Behind the gradients lies one number per parameter.
+    # One number per parameter follows the gradients.
     assert sum(bucket.num_bytes for bucket in stats.buckets) >= num_bytes + 4 * num_parameters
     launches = [bucket.launch_s for bucket in stats.buckets]
     assert launches == sorted(launches)
@@ -613,7 +613,7 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
 
 
 def _break_off(ours: nn.Module, rank: int) -> None:
-    """Lets a backward pass fail when it reaches the first layer."""
+    """Makes a backward pass fail when it reaches the first layer."""
 
     def fail(_gradient: torch.Tensor) -> None:
         raise ValueError("in the midst")
@@ -625,7 +625,7 @@ def _break_off(ours: nn.Module, rank: int) -> None:
 
 
 def _broken_off(rank: int, world_size: int) -> str:
-    """All ranks fail alike in the midst of backward, before anything was sent, and go on."""
+    """Fails on all ranks in the middle of backward, before any send, and continues."""
     ours, oracle = make_pair(rank, "layered", "one_bucket")
     _break_off(ours, rank)
     ours.zero_grad()
@@ -695,7 +695,7 @@ def _replaced_parameters(rank: int, world_size: int, way: str) -> None:
         loss_of(ours(data(step, rank), rank)).backward()
         oracle_backward(oracle, step, world_size)
         require_equal(ours, oracle)
-        if way == "moved":  # Converting lets the gradients that are there point elsewhere.
+        if way == "moved":  # Conversion moves existing gradients to other memory.
             ours.to(memory_format=torch.channels_last)
             for parameter in ours.parameters():
                 parameter.grad.data = parameter.grad.data.clone()
@@ -738,7 +738,7 @@ def _wrap_again(rank: int, world_size: int) -> None:
     buffers = [weakref.ref(bucket) for bucket in first._synchronizer.buckets]
     module.zero_grad()
     del first
-    assert not any(reference() for reference in buffers)  # Without the garbage collector.
+    assert not any(reference() for reference in buffers)  # Freed without the garbage collector.
     second = BucketedDataParallel(module)
     loss_of(second(data(1, rank), rank)).backward()
     oracle_backward(oracle, 1, world_size)
@@ -779,7 +779,7 @@ def test_outputs_that_are_not_found_are_synchronised_all_the_same(rank_pool: Poo
 
 
 def _gradient_penalty(rank: int, world_size: int) -> None:
-    """Gradients of the input alone are this rank's affair, and do not use up the weight."""
+    """Computes gradients of the input on rank 0 alone, which does not use up the weight."""
     ours, oracle = make_pair(rank, "layered", "bucketed")
     ours.set_gradient_weight([1.0, 3.0][rank])
     x = data(0, rank).requires_grad_()

@@ -1,7 +1,6 @@
-"""The containers on GPUs with NCCL, for the acceptance run of whoever has some.
+"""Acceptance tests of the containers on GPUs with NCCL.
 
-The same checks run on CPUs at the size of a toy, so that nobody's first hour with a GPU is spent on
-a mistake in a check.
+The same checks run on CPUs at toy size, so that mistakes in a check are found without a GPU.
 """
 
 from collections.abc import Callable, Iterator

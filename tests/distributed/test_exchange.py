@@ -1,4 +1,4 @@
-"""What ranks have trained leaves as one model; what comes from elsewhere is trained by ranks."""
+"""Models trained by ranks are exported as one model, and ranks train imported models."""
 
 import dataclasses
 import pathlib
@@ -47,7 +47,7 @@ def test_a_run_of_any_strategy_leaves_and_comes_back(
         import_model(tmp_path / "model", pathlib.Path(again.out))
         rank_pool(ranks).run(train_rank, again)
         losses.append(losses_of(again))
-    # From the trained weights, on the data from its beginning.
+    # Training starts from the trained weights, at the beginning of the data.
     assert losses[0][0] < losses_of(first)[0]
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
 

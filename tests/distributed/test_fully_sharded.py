@@ -1,4 +1,4 @@
-"""The fully sharded container against one process with all data, and what it keeps in memory."""
+"""Compares the fully sharded container with one process with all data; checks its memory."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ VOCABULARY = 13
 
 
 class RealShapes(Shapes):
-    """Scalars, an empty tensor, strides of several kinds, and two dtypes; none of them complex."""
+    """A scalar, an empty tensor, several kinds of strides, and two dtypes; none is complex."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Transformer(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Seven layers of one kind: what is gathered can be counted."""
+    """Seven identical layers, so that gathered layers can be counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Blocks(nn.Module):
 
 
 class Nested(nn.Module):
-    """Parameters of the whole, of lists, of a module with layers inside; two are tied."""
+    """Parameters of the root, of lists, and of a module that contains a layer; some are tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Outer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A module that keeps its parameters in a list of its own as well."""
+    """An LSTM, which also keeps its parameters in a separate list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Recurrent(nn.Module):
 
 
 class Segments(nn.Module):
-    """Checkpoints of two layers each."""
+    """Activation checkpoints of two layers each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Segments(nn.Module):
 
 
 class InsideAndOutside(nn.Module):
-    """A layer whose gradient comes twice, the second time when the first has been sent."""
+    """A layer whose gradient arrives twice, the second time after the first has been sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class BiasByRank(nn.Module):
 
 
 class DetachedByRank(Blocks):
-    """One rank's backward ends half way."""
+    """Ends the backward pass of rank 1 halfway."""
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         for index, block in enumerate(self.blocks):
@@ -213,9 +213,9 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    # Momentum and decay move a parameter whose gradient is zero, but not one that has none.
+    # Momentum and weight decay update a parameter with a zero gradient, but not one without any.
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
-    # A large epsilon: without, gradients near zero become steps of either sign.
+    # A large epsilon; with a small one, gradients near zero become steps of either sign.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-3),
 }
 
@@ -223,7 +223,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def _make_pair(
     rank: int, model: str, **keywords: Any
 ) -> tuple[FullyShardedDataParallel, nn.Module]:
-    """Returns a container, made from weights that differ by rank, and its oracle."""
+    """Returns a container, built from weights that differ by rank, and its oracle."""
     torch.manual_seed(rank)
     container = FullyShardedDataParallel(OWN_MODELS[model](), **keywords)
     torch.manual_seed(0)
@@ -236,7 +236,7 @@ def _oracle_backward(oracle: nn.Module, step: int, world_size: int) -> None:
 
 
 def _require_close(container: FullyShardedDataParallel, oracle: nn.Module) -> None:
-    """Gradients and values, in full."""
+    """Compares full gradients and values."""
     _require_close_gradients(container, oracle)
     _require_close_values(container, oracle)
 
@@ -345,7 +345,7 @@ def test_several_backward_passes_accumulate(rank_pool: Pools, model: str, way: s
 
 
 def _low_precision(rank: int, world_size: int, model: str, dtype: torch.dtype) -> None:
-    """The oracle computes each rank's gradients in the same format, and means and steps wide."""
+    """Compares with an oracle that computes in `dtype`, but averages and steps in float32."""
     ours, oracle = _make_pair(rank, model, compute_dtype=dtype)
     exact = copy.deepcopy(oracle)
     optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
@@ -368,7 +368,7 @@ def _low_precision(rank: int, world_size: int, model: str, dtype: torch.dtype) -
                 rounded = data(step, other).to(dtype).float()
                 (loss_of(exact(rounded, other)) / world_size).backward()
             for own, reference in zip(oracle.parameters(), exact.parameters(), strict=True):
-                # Half a dozen operations, each with half a unit in the last place.
+                # Half a dozen operations, each with an error of half a unit in the last place.
                 if reference.grad is not None:
                     error = (own.grad - reference.grad).norm() / reference.grad.norm()
                     assert error < 6 * torch.finfo(dtype).eps
@@ -407,7 +407,7 @@ def _sum_wide(rank: int, _world_size: int, numbers: list[float], dtype: torch.dt
 
 
 def test_sums_of_sixteen_bit_gradients_lose_nothing(rank_pool: Pools) -> None:
-    # 256 + 1 is no bfloat16; a quarter of 1e-7 is no float16, and four times 3e4 is none either.
+    # bf16 cannot represent 256 + 1; float16 can represent neither 1e-7 / 4 nor 4 * 3e4.
     for numbers, dtype in (
         ([256.0, 1.0, 1.0, 1.0], torch.bfloat16),
         ([1.1920929e-07] * 4, torch.float16),
@@ -418,7 +418,7 @@ def test_sums_of_sixteen_bit_gradients_lose_nothing(rank_pool: Pools) -> None:
 
 
 class _Observed(torch.autograd.Function):
-    """Tells when the backward of the layer runs that it is in."""
+    """Calls `look` in the forward and the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
@@ -448,7 +448,7 @@ class _ObservedBlocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         carried = None
         for block in self.blocks:
-            # What a layer only hands on must not gather it when that tensor's gradient arrives.
+            # A layer must not be gathered for the gradient of a tensor that it only passes on.
             x, carried = block(F.gelu(x), carried)
         return x + carried
 
@@ -466,7 +466,7 @@ def _look_ahead(rank: int, _world_size: int) -> None:
     backwards = [[4, 5, 6], [3, 4, 5], [2, 3, 4], [1, 2, 3], [0, 1, 2], [0, 1], [0]]
     for step in range(3):
         output = ours(data(step, rank))
-        # In the first pass nobody knows what comes next.
+        # In the first pass the order of the layers is unknown.
         assert seen == (forwards if step else [[index] for index in range(7)])
         assert [ours._layers.index(layer) for layer in _present(ours)] == ([6] if step else [])
         seen.clear()
@@ -498,7 +498,7 @@ def _python_tensor_bytes() -> int:
 
 
 def _require_tensor_bytes(expected: int) -> None:
-    """Waits a little: a thread of gloo lets go of a message after others have waited for it."""
+    """Requires the bytes within a second: gloo's threads may free a message after its wait."""
     for _ in range(10):
         if _python_tensor_bytes() == expected:
             return
@@ -512,7 +512,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _memory(rank: int, world_size: int) -> None:
-    # A mesh has tensors of its own, and keeps more of them when it is used.
+    # A mesh has its own tensors, and keeps more of them once it is used.
     mesh = init_device_mesh("cpu", (world_size,))
     first = FullyShardedDataParallel(Blocks(), process_group=mesh)
     loss_of(first(data(0, rank), rank)).backward()
@@ -523,7 +523,7 @@ def _memory(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     shard_bytes = _storage_bytes(ours.parameters())
     _full_parameters(ours)
-    # Rows are filled up to those of the rank that has most, and then to sixteen bytes.
+    # Rows are padded to those of the rank with the most, and then to 16 bytes.
     rows = -(-WIDTH // world_size)
     shard_length = -(-rows * WIDTH // 4) * 4 + -(-rows // 4) * 4
     assert shard_bytes == 7 * 4 * shard_length
@@ -531,7 +531,7 @@ def _memory(rank: int, world_size: int) -> None:
     for step in range(2):
         loss_of(ours(data(step, rank), rank)).backward()
         gradient_bytes = _storage_bytes(p.grad for p in ours.parameters())
-        assert gradient_bytes == shard_bytes + 7 * 16  # a number per parameter
+        assert gradient_bytes == shard_bytes + 7 * 16  # One number per parameter.
         _require_tensor_bytes(before + shard_bytes + gradient_bytes)
         optimizer.step()
         optimizer.zero_grad()
@@ -570,7 +570,7 @@ def test_full_parameters_are_gathered_with_names_shapes_and_strides(
 
 
 class _Skipping(Blocks):
-    """Leaves out the layers that it is told to."""
+    """Skips the layers in `skipped`."""
 
     skipped: tuple[int, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What loops, optimizers and checkpoints of others find in the fully sharded container."""
+"""The fully sharded container's contract with training loops, optimizers and checkpoints."""
 
 import copy
 import resource
@@ -31,7 +31,7 @@ Pools = Callable[[int], RankPool]
 
 
 class Model(nn.Module):
-    """Blocks, a number, a transposed weight, a buffer, and a weight of fewer rows than ranks."""
+    """Blocks, a scalar, a transposed weight, a buffer, and a weight with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _shards(rank: int, world_size: int) -> None:
         chunks = expected.chunk(world_size)
         local = chunks[rank] if rank < len(chunks) else expected[:0]
         assert torch.equal(own.to_local(), local)
-    # One flat shard per layer and dtype, of which all are views.
+    # All parameters of a layer and dtype are views of one flat shard.
     block = ours.module.blocks[0]
     storages = {p.to_local().untyped_storage().data_ptr() for p in block.parameters()}
     assert len(storages) == 1
@@ -262,8 +262,8 @@ def _explain(rank: int, world_size: int) -> list[tuple[str, tuple[int, ...]]]:
     loss_of(ours(data(0, rank), rank)).backward()
     stats = ours.synchronization_stats()
     assert stats is not None
-    assert len(stats.buckets) == 2  # The model's own bias, and the layer that it runs.
-    # Rows of ranks, and a number for each parameter, filled up to 16 bytes.
+    assert len(stats.buckets) == 2  # One for the root's bias, one for the layer that runs.
+    # Each rank's rows and one number per parameter, padded to 16 bytes.
     rows = -(-WIDTH // world_size)
     shard = -(-rows * WIDTH // 4) * 4 + -(-rows // 4) * 4 + 4
     assert max(bucket.num_bytes for bucket in stats.buckets) == 4 * world_size * shard
@@ -271,7 +271,7 @@ def _explain(rank: int, world_size: int) -> list[tuple[str, tuple[int, ...]]]:
     assert stats.exposed_wait_s > 0
     with torch.no_grad():
         ours(data(0, rank), rank)
-    assert ours.synchronization_stats() == stats  # What only looks is no part of a step.
+    assert ours.synchronization_stats() == stats  # Passes without gradients are ignored.
     assert ours.message_bytes() == [bucket.num_bytes for bucket in stats.buckets]
     return [(unused.name, unused.ranks) for unused in ours.explain_unused()]
 
@@ -434,8 +434,8 @@ def _train_beyond_memory(rank: int, _world_size: int) -> None:
 
 @pytest.mark.slow
 def test_a_model_larger_than_a_ranks_memory_trains(rank_pool: Pools) -> None:
-    # Shards and their gradients are half of the model; the rest is room for a few layers, and for
-    # addresses that an allocator reserves without using them.
+    # Shards and their gradients take half of the model's bytes. The rest is room for a few layers
+    # and for address space that an allocator reserves without using it.
     rank_pool(4).run(_train_beyond_memory)
 
 

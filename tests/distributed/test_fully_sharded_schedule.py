@@ -1,4 +1,4 @@
-"""When the fully sharded container sends, waits and frees, and what breaks its order."""
+"""When the fully sharded container sends, waits and frees, and which errors break its order."""
 
 import time
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def _break_off(rank: int, _world_size: int, where: str) -> str:
         try:
             loss_of(ours(data(step, rank))).backward()
         except ZeroDivisionError:
-            continue  # As a loop does that leaves out a batch.
+            continue  # Like a loop that skips a batch.
         except Exception as error:
             assert time.monotonic() - begun < 30
             return f"{type(error).__name__}: {error}"
@@ -130,7 +130,7 @@ def _gradient_penalty(rank: int, world_size: int, alone: bool) -> None:
     ours, oracle = FullyShardedDataParallel(_blocks()), _blocks()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, oracle)]
     for step in range(3):
-        # Another pass comes between the two that belong together.
+        # Another forward pass runs between the two backward passes of the penalty.
         loss = _penalty(ours, data(step, rank), alone=alone) + loss_of(ours(data(step + 9, rank)))
         loss.backward()
         for other in range(world_size):
@@ -247,7 +247,7 @@ def test_compiled_layers_train_as_in_one_process(rank_pool: Pools, how: str) -> 
 
 
 def _pile_up(_rank: int, _world_size: int) -> int:
-    """Returns the most messages that had memory at once, where none is ever seen completed."""
+    """Returns the maximum number of live messages if none ever reports completion."""
     num_alive = most = 0
     kind = gradient_message.GradientMessage
     new, receive, completed = kind._new, kind.receive, Pending.is_completed
@@ -310,7 +310,7 @@ def test_nothing_is_read_from_the_device_between_forward_and_step(rank_pool: Poo
 
 
 class _DetachedByRank(Blocks):
-    """One rank's backward ends half way."""
+    """Ends the backward pass of rank 1 halfway."""
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):

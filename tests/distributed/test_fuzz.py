@@ -1,9 +1,9 @@
-"""Random training programs: no container may differ from one process.
+"""Random training programs: every container must train like one process.
 
     python scripts/fuzz.py sharded 1000
 
-runs many, and records the outcome; a failure prints the seeds, of which `scripts/fuzz.py KIND 1
---first SEED` runs one again.
+runs many and records the outcome. A failure prints the seeds; `scripts/fuzz.py KIND 1 --first SEED`
+runs one of them again.
 """
 
 from collections.abc import Callable

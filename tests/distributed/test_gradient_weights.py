@@ -1,4 +1,4 @@
-"""What ranks count for in the average: by tokens, not at all, or all alike."""
+"""Weights of ranks in the gradient average: by tokens, zero, or all zero."""
 
 import itertools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _NOT_NUMBERS = (float("nan"), float("inf"))
 
 
 def _padding_alone(rank: int, world_size: int, container: str, dtype: torch.dtype | None) -> None:
-    """The last rank has a batch of padding: its mean loss is zero divided by zero."""
+    """Gives the last rank a batch of padding only, whose mean loss is 0/0."""
     ours, oracle = make_pair(rank, "layered", container, reduction_dtype=dtype)
     is_void = rank == world_size - 1
     for step, bad in enumerate(_NOT_NUMBERS):
@@ -32,7 +32,7 @@ def _padding_alone(rank: int, world_size: int, container: str, dtype: torch.dtyp
         (loss_of(ours(data(step, rank), rank)) * (bad if is_void else 1.0)).backward()
         losses = [loss_of(oracle(data(step, other), other)) for other in range(world_size - 1)]
         (sum(losses) / (world_size - 1)).backward()
-        # In bf16, what is sent has eight digits in base two.
+        # Messages in bf16 have eight significant bits.
         require_equal(ours, oracle, tolerance=1e-6 if dtype is None else 1e-2)
 
 
@@ -82,7 +82,7 @@ def test_where_all_weights_are_zero_all_ranks_count_alike(rank_pool: Pools, cont
 
 
 class _LargeAndSmall(nn.Module):
-    """Gradients that are moved one by one and together, within one bucket and over several."""
+    """Gradients that are copied one by one or together, within one bucket or over several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _sizes(rank: int, world_size: int, container: str, size_mb: float | None) ->
     ours = make(module) if size_mb is None else BucketedDataParallel(module, size_mb)
     for step in range(3):
         for model in (ours, oracle):
-            # Views that stay, and fresh gradients.
+            # Alternates between kept views and fresh gradients.
             model.zero_grad(set_to_none=step % 2 == 0)
         ours.set_gradient_weight(rank + 1.0)
         loss_of(ours(data(step, rank), rank)).backward()
@@ -123,7 +123,7 @@ def test_large_and_small_gradients_are_averaged_alike(
 
 
 class _Complex(nn.Module):
-    """A complex parameter beside a real one, whose gradients are its input."""
+    """A complex and a real parameter, whose gradients depend on the input alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Between the first forward and the optimizer's step, nothing waits for the device on the host.
+"""The host does not wait for the device between the first forward pass and the optimizer's step.
 
-On a GPU, reading a number makes the program wait until all that was asked for has run. On a CPU
-the same calls can be seen, and are refused here.
+On a GPU, reading a value blocks the host until all queued work has run. The same calls can be
+detected on a CPU, and these tests refuse them.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equ
 
 
 class _NoReads(TorchDispatchMode):
-    """Refuses what would make the program wait for a device."""
+    """Refuses operators that would make the host wait for a device."""
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None
@@ -39,7 +39,7 @@ class _NoReads(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _nothing_is_read() -> Iterator[None]:
-    # Of a tensor on a CPU, these read memory without an operator that could be seen.
+    # On CPU tensors, these read memory without an operator that dispatch could see.
     refused = {name: _refuse(name) for name in ("tolist", "numpy", "cpu")}
     with mock.patch.multiple(Tensor, **refused), _NoReads():
         yield
@@ -91,7 +91,7 @@ def test_nothing_is_read_on_the_host_before_the_optimizers_step(
 
 
 class _OnlyWaited:
-    """A message of which nobody can ask whether it has arrived."""
+    """A message that can be waited for, but not polled for completion."""
 
     def __init__(self, work: Any, waited: list[int]) -> None:
         self._work = work
@@ -103,8 +103,8 @@ class _OnlyWaited:
 
 
 def _live_messages(rank: int, _world_size: int, container: str) -> int:
-    """Returns how many messages were alive at most when another one was started."""
-    gc.collect()  # A container that was dropped awaits its backward until it is freed.
+    """Returns the maximum number of live messages, counted whenever one is started."""
+    gc.collect()  # A dropped container has a pending backward until it is freed.
     ours = _WRAPPERS[container](Layered())
     bucket_class = ShardedBucket if container.startswith("sharded") else Bucket
     original = bucket_class.start

@@ -1,4 +1,4 @@
-"""A Hugging Face model is trained by ranks as by one process, and leaves as it came."""
+"""Ranks train a Hugging Face model like one process, and export it in its own format."""
 
 import dataclasses
 import pathlib
@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers", reason="trains its models")
 
 def _config(name: str) -> Any:
     if name == "gpt2":
-        # Dropout draws from chance that ranks do not share.
+        # No dropout: its random numbers would differ between ranks.
         return transformers.GPT2Config(
             vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=255, eos_token_id=255,
@@ -55,7 +55,7 @@ def test_ranks_train_it_like_one_process(
         rank_pool(2).run(train_rank, shared)
         np.testing.assert_allclose(losses_of(shared), losses_of(config), rtol=1e-5)
         assert _samples(shared) == _samples(config)
-    # Again from the last checkpoint: nothing is left to do, and it is of this model.
+    # Resumes from the last checkpoint: it fits this model, and no steps are left.
     rank_pool(2).run(train_rank, shared)
 
     export_model(open_saved_model(shared.out), tmp_path / "out", max_shard_bytes=20_000)

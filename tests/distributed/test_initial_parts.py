@@ -1,4 +1,4 @@
-"""Every rank's part of the initial weights is that of a model in one piece, to the bit."""
+"""Each rank's part of the initial weights is bitwise equal to that of an unsharded model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 def _draw(rank: int, world_size: int, layout: ParallelLayout, shape: ModelShape) -> list[str]:
-    """Returns the names of parameters that differ."""
+    """Returns the names of parameters that differ from the unsharded model's."""
     torch.manual_seed(3)
     whole = TransformerLM(shape)
     torch.manual_seed(3)
@@ -42,7 +42,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _require_equal(rank_pool: Pools, layout: ParallelLayout, **changes: Any) -> None:
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    # Of 97 tokens, neither two nor four ranks have equally many.
+    # 97 tokens do not divide evenly over two or four ranks.
     shape = ModelShape(vocab_size=97, max_context_length=32, **sizes, **changes)
     for different in rank_pool(layout.world_size).run(_draw, layout, shape):
         assert different == []

@@ -1,4 +1,4 @@
-"""Layouts measured and traced on ranks: what a record of them is made from."""
+"""Measurements and traces of layouts on ranks, from which records are built."""
 
 import pathlib
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_layouts_take_turns_and_ranks_agree_on_the_slowest_and_the_fullest(
     for result in first:
         assert [len(values) for values in result.samples.values()] == [case.rounds]
     replicas, stages = (result.peak_bytes for result in first)
-    assert stages < replicas  # Each rank has half of the model, and the whole batch in parts.
+    assert stages < replicas  # Each rank has half of the model, and the batch in parts.
 
 
 def _trace(_rank: int, _world_size: int, case: LayoutCase, path: pathlib.Path) -> None:
@@ -81,7 +81,7 @@ def test_a_trace_has_the_order_of_the_schedule(
     rank_pool: Pools, tmp_path: pathlib.Path, layout: str, bubble: float
 ) -> None:
     for step in _traced(rank_pool(2), tmp_path / "trace.json", layout):
-        # The order is the schedule's; how long ranks waited is the machine's affair.
+        # The schedule determines the order; waiting times depend on the machine.
         assert step.order_bubble == pytest.approx(bubble, rel=0.01)
         assert step.idle == pytest.approx(step.bubble + step.imbalance)
         assert step.messages > -0.01

@@ -1,4 +1,4 @@
-"""Runs on a mesh: numbers that are not finite, a stage that fails, bfloat16, compiled blocks."""
+"""Runs on a mesh: non-finite gradients, failing stages, bf16, compiled blocks, evaluation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def test_a_gradient_that_is_not_finite_on_one_tensor_rank_is_skipped_by_all(
     config: RunConfig, rank_pool: Pools
 ) -> None:
-    # One pass a step, of which the third is poisoned, or its batch left out.
+    # One pass per step: one run leaves out the third batch, the other has its pass poisoned.
     one_pass = {"steps": 7, "micro_batch_size": 4}
     layout: dict[str, Any] = {"parallel": {"tensor": 2}, "training": one_pass}
     without = changed(config, "without", **layout)
@@ -102,7 +102,7 @@ def test_compiled_blocks_in_a_pipeline(config: RunConfig, rank_pool: Pools) -> N
 
 
 def _evaluate(rank: int, world_size: int, config: RunConfig) -> list[str]:
-    """Trains a step and evaluates; returns the parameters that are not sharded afterwards."""
+    """Evaluates and returns the names of the parameters that are not sharded afterwards."""
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
     trainee = build(config, session)

@@ -1,4 +1,4 @@
-"""Peaks of steps under a layout, measured and predicted."""
+"""Compares predicted and measured peak memory of steps under a layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def _require_agreement(pool: RankPool, layout: str, **options: Any) -> None:
         num_micro_batches=case.num_micro_batches(written),
     )
     ratio = trainer_peak_bytes(written.layout, step) / peak
-    # On a busy machine, gloo's threads let go of gathered blocks when the next are there.
+    # On a busy machine, gloo's threads free gathered blocks only after the next ones arrive.
     least = _LEAST_OF_ZERO_3 if written.layout.sharding == "parameters" else 0.95
     assert least < ratio < 1.05
 

@@ -1,4 +1,4 @@
-"""Every layout trains the model that one process trains, and what a layout cannot do is refused."""
+"""Every layout trains like one process, and impossible layouts are refused."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ QUICK = (
 
 
 def layouts(world_size: int) -> Iterator[ParallelLayout]:
-    """Yields every layout of so many ranks without a pipeline."""
+    """Yields every layout of `world_size` ranks without a pipeline."""
     shardings: tuple[Sharding, ...] = ("gradients", "parameters")
     sizes = range(1, world_size + 1)
     for tensor, context, replicate, shard in itertools.product(sizes, repeat=4):
@@ -63,7 +63,7 @@ def test_a_layout_trains_as_one_process(rank_pool: Pools, case: MeshCase) -> Non
 def test_every_layout_trains_as_one_process(
     rank_pool: Pools, layout: ParallelLayout, tied: bool
 ) -> None:
-    # An odd vocabulary is split unevenly; two key-value heads serve four queries' where they can.
+    # An odd vocabulary splits unevenly. Four tensor ranks need four key-value heads, others two.
     heads = 2 if layout.tensor < 4 else 4
     case = MeshCase(layout=layout, tied=tied, vocab_size=51, num_kv_heads=heads, steps=10)
     rank_pool(layout.world_size).run(train_case, case)

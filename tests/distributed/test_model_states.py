@@ -1,4 +1,4 @@
-"""States and peaks of steps under every strategy, against the tensors that ranks really hold."""
+"""Compares predicted states and peaks of every strategy with the tensors of the ranks."""
 
 import gc
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from paceline.parallel.zero.container import ShardedDataParallel
 
 Pools = Callable[[int], RankPool]
 
-# Odd widths: hardly a tensor is a multiple of what tensors are aligned to, or of the ranks.
+# Odd widths: few tensor sizes are multiples of the alignment or of the number of ranks.
 ODD = ModelShape(
     vocab_size=54,
     d_model=7,
@@ -42,7 +42,7 @@ ODD = ModelShape(
     max_context_length=16,
 )
 BUCKET_SIZES_MB: dict[StrategyName, float] = dict.fromkeys(BUCKET_STRATEGIES, 0.002)
-"""So that there are several buckets, each with its filling."""
+"""Small enough for several buckets, each with padding."""
 SMALL = ModelShape(
     vocab_size=500, d_model=64, d_ff=256, num_layers=4, num_heads=4, max_context_length=64
 )
@@ -73,7 +73,7 @@ def _case(
 
 
 def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ...]:
-    """Returns the bytes of this rank's parameters, gradients and optimizer state after steps."""
+    """Returns the bytes of this rank's parameters, gradients and optimizer state in training."""
     case = _case(ODD, BatchShape(num_sequences=2, context_length=5))
     variant = Variant(strategy=strategy, bucket_size_mb=BUCKET_SIZES_MB.get(strategy))
     step = StrategyStep(case, variant, torch.device("cpu"))
@@ -82,7 +82,7 @@ def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ..
     step.forward_and_backward()
     held = named_bytes(step)
     if strategy == "sharded_per_bucket":
-        # It steps in backward, when no optimizer has gradients any longer; their memory stays.
+        # It steps in backward, after which the optimizer has no gradients; their memory stays.
         assert isinstance(step.model, ShardedDataParallel)
         held["gradients"] += storage_bytes(bucket.flat.gradient for bucket in step.model._buckets)
     return tuple(held.values())
@@ -107,7 +107,7 @@ def _memory(
 ) -> dict[str, MemoryParts]:
     size = 25.0 if strategy in BUCKET_STRATEGIES else None
     variant = Variant(strategy=strategy, bucket_size_mb=size)
-    gc.collect()  # What the last strategy has left must not vanish while this one is measured.
+    gc.collect()  # Garbage of the last strategy must not be freed during this measurement.
     measurement = OptimizerMeasurement(
         OptimizerCase(step=case, variant=variant), torch.device("cpu")
     )

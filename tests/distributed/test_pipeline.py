@@ -1,4 +1,4 @@
-"""Pipelines against one process that has the whole model and the whole batch."""
+"""Compares pipelines with one process that has the whole model and the whole batch."""
 
 import copy
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def pipeline_of(
     model: TransformerLM, interleave: int = 1, **options: Any
 ) -> tuple[Pipeline, dict[str, nn.Parameter]]:
-    """Returns the pipeline over all ranks, and this rank's parameters by their names."""
+    """Returns the pipeline over all ranks, and this rank's parameters by name."""
     num_ranks = dist.get_world_size()
     layout = ParallelLayout(pipeline=num_ranks, pipeline_interleave=interleave)
     pipeline = make_pipeline(
@@ -83,12 +83,13 @@ def _train(
     oracle = copy.deepcopy(model)
     pipeline, own = pipeline_of(model, interleave, schedule=schedule)
     expected = dict(oracle.named_parameters(remove_duplicate=False))
-    options = {"lr": 1e-2, "eps": 1e-4}  # Adam turns rounding of tiny gradients into whole steps.
+    # With a smaller eps, Adam turns rounding errors of tiny gradients into full steps.
+    options = {"lr": 1e-2, "eps": 1e-4}
     optimizers = [torch.optim.AdamW(own.values(), **options)]
     optimizers.append(torch.optim.AdamW(oracle.parameters(), **options))
     for step in range(num_steps):
-        # With tied embeddings, what the order of summation rounds grows: a gradient differs by 5e-6
-        # in the seventh step.
+        # With tied embeddings, rounding differences due to the summation order grow: a gradient
+        # differs by 5e-6 in the seventh step.
         tolerance = 1e-4 if tied and step >= 3 else 1e-6
         tokens, targets = batch(step)
         loss = pipeline.forward_and_backward(tokens, targets)
@@ -123,7 +124,7 @@ def _require_close(
 
 
 def _require_whole(names: list[set[str]], num_layers: int) -> None:
-    """Every parameter of the model is on one rank, under its own name."""
+    """Requires that every parameter is on exactly one rank, under its name in the model."""
     whole = TransformerLM(shape_of(num_layers))
     assert set().union(*names) == set(whole.state_dict())
     assert sum(len(own) for own in names) == len(whole.state_dict())
@@ -155,7 +156,7 @@ def test_every_pipeline_trains_as_one_process(
     schedule: ScheduleName,
     interleave: int,
 ) -> None:
-    num_layers = world_size * interleave + 1  # One stage has more than the others.
+    num_layers = world_size * interleave + 1  # One stage has more layers than the others.
     steps = 10 if world_size == 4 else 3
     names = rank_pool(world_size).run(
         _train, schedule, interleave, tied, recompute, num_layers, steps
@@ -169,7 +170,7 @@ def _refuse(_rank: int, world_size: int) -> None:
     tokens, targets = batch(0)
     with pytest.raises(UsageError, match="7 sequences cannot be split into 4 equal"):
         pipeline.forward_and_backward(tokens[:7], targets[:7])
-    # Nothing was sent, so that the pipeline still works.
+    # Nothing was sent, so the pipeline still works.
     assert pipeline.forward_and_backward(tokens, targets) > 0
 
 

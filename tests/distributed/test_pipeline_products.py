@@ -1,4 +1,4 @@
-"""Pipelines whose stages are laid over several ranks, against one process with all the data."""
+"""Compares pipelines whose stages span several ranks with one process that has all data."""
 
 import copy
 import dataclasses
@@ -24,7 +24,7 @@ from tests.distributed.test_pipeline import CONTEXT, MICRO_BATCHES, SEQUENCES, b
 
 Pools = Callable[[int], RankPool]
 MAX_NORM = 0.3
-"""Below the norm of the gradients, so that clipping has something to do."""
+"""Below the gradient norm, so that clipping has an effect."""
 PRODUCTS: dict[str, dict[str, Any]] = {
     "replicate": {"replicate": 2},
     "zero3": {"shard": 2, "sharding": "parameters"},
@@ -93,13 +93,14 @@ def _train(rank: int, world_size: int, case: Case) -> None:
             expected_loss += part.detach()
         expected_norm = nn.utils.clip_grad_norm_(oracle.parameters(), MAX_NORM)
         assert expected_norm > MAX_NORM
-        # Weights are equal at first; then grows what the order of summation rounds. After ten steps
-        # on batches of four ranks, one process that adds up micro-batches differs from one that
-        # does not by 8e-5 of the norm and 4e-6 in a weight with tied embeddings, else by 2e-7.
+        # Weights are equal at first; then rounding differences due to the summation order grow.
+        # After ten steps on batches of four ranks, one process with gradient accumulation differs
+        # from one without by 8e-5 of the norm and 4e-6 in a weight with tied embeddings, otherwise
+        # by 2e-7.
         grown = 5e-4 if case.tied else 1e-5
         torch.testing.assert_close(norm, expected_norm, atol=0, rtol=1e-6 if step == 0 else grown)
         tolerance = 1e-6 if step == 0 else 2e-5 if case.tied else 2e-6
-        # Over all ranks, of which some know the same: those of a stage, of a tensor group.
+        # Over all ranks: those of one pipeline or of one tensor group have the same loss.
         dist.all_reduce(loss)
         torch.testing.assert_close(loss / world_size, expected_loss, atol=1e-5, rtol=0)
         for name, parameter in own.items():

@@ -1,4 +1,4 @@
-"""The messages that predictions count on, against those that containers really send."""
+"""Compares the messages that predictions assume with those that containers send."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from paceline.prediction.step import PREDICTED
 
 Pools = Callable[[int], RankPool]
 
-# Widths that are no multiple of four need filling in a bucket; 17 MiB are several buckets.
+# Widths that are not multiples of four need padding; 17 MiB fill several buckets.
 SHAPE = ModelShape(vocab_size=3001, d_model=266, d_ff=1070, num_layers=3, num_heads=7)
 SENDING = [name for name in PREDICTED if name != "none"]
 CASES = [
@@ -29,7 +29,7 @@ CASES = [
 def _messages(rank: int, world_size: int, name: StrategyName, size_mb: float | None) -> list[int]:
     model = apply_strategy(name, TransformerLM(SHAPE), size_mb)
     tokens = torch.full((1, 4), rank)
-    # torch arranges its buckets anew after the first steps, and tells of it later.
+    # torch rebuilds its buckets after the first steps, and reports them later.
     for _ in range(5 if isinstance(model, DistributedDataParallel) else 1):
         next_token_loss(model(tokens), tokens).backward()
         model.zero_grad()

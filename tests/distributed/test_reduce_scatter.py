@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, by both ways that gloo is used."""
+"""Reduce-scatter and all-gather over gloo, by direct messages and by collectives."""
 
 import pathlib
 import subprocess
@@ -29,7 +29,7 @@ def _reduce(rank: int, world_size: int, way: str, dtype: torch.dtype) -> None:
     own = slice(rank * length, (rank + 1) * length)
     expected = sum(message.float() for message in messages)[own]
     target = torch.full((length,), 100.0)
-    # Several at a time, and the first to be started is not the first to be waited for.
+    # Several in flight at a time; the first one started is the last one waited for.
     pending = [start_reduce_scatter(messages[rank].clone(), dist.group.WORLD) for _ in range(3)]
     for reduction in reversed(pending):
         reduction.wait()

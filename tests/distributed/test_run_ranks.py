@@ -60,5 +60,5 @@ def test_a_vanished_rank_is_named() -> None:
 
 
 def test_a_late_rank_is_named() -> None:
-    with pytest.raises(RankError, match="rank 1 did not finish within 10 s"):
+    with pytest.raises(RankError, match="1 of 2 ranks did not finish within 10 s: 1"):
         run_ranks(_sleep_on_one, 2, timeout_s=10)

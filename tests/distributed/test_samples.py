@@ -1,4 +1,4 @@
-"""After an evaluation the model continues a prompt, and training goes on as if it had not."""
+"""Generating a sample after an evaluation does not change training."""
 
 import pathlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One example file, every way to start it; nothing is left behind."""
+"""Starts one example script with every launcher, and checks that no process is left behind."""
 
 import contextlib
 import os
@@ -162,7 +162,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     [
         pytest.param(["-N", "1", "-n", "2"], 2, 1, marks=pytest.mark.slow),
         pytest.param(["-N", "2", "--ntasks-per-node", "2"], 4, 2, marks=pytest.mark.slow),
-        # One task per node, which sees two GPUs and starts a rank for each.
+        # One task per node sees two GPUs and starts a rank for each.
         pytest.param(["-N", "1", "-n", "1", "--gpus-per-node", "2"], 2, 1, marks=pytest.mark.slow),
         (["-N", "2", "-n", "2", "--gpus-per-node", "2"], 4, 2),
     ],
@@ -253,7 +253,7 @@ def test_a_shaped_link_carries_its_rate() -> None:
 
     for rate in (200e6, 1e9):
         with hosts(2, LinkShape(rate_bits_per_s=rate)) as (first, second):
-            # Busy cores slow a sender down, and nothing makes it faster than the link.
+            # Busy cores can slow a sender down, but nothing makes it faster than the link.
             measured = [measure_link(second, first, rate) for _ in range(5)]
         assert 0.85 * rate < max(measured) < 1.02 * rate
 
@@ -265,13 +265,13 @@ def test_a_lossy_link_loses_packets() -> None:
         answered = first.run("ping", "-c", "150", "-i", "0.01", "-W", "1", second.address)
     match = re.search(r"([\d.]+)% packet loss", answered)
     assert match is not None
-    # Both directions lose a fifth: 36% of the pings, within four deviations of 150 of them.
+    # Each direction loses a fifth, so 36% of pings; the bounds are four standard deviations of 150.
     assert 20 < float(match[1]) < 52
 
 
 @needs_lab
 def test_a_lab_killed_by_force_leaves_nothing() -> None:
-    # The shell forks the sleep, so that killing a rank alone would not end it.
+    # The shell forks `sleep`, so killing only the rank would not end it.
     command = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--"]
     command += ["sh", "-c", "sleep 98765; true"]
     before = _network_namespaces()
@@ -393,7 +393,7 @@ sys.exit(len(os.listdir("/proc/self/task")) - 1)
 
 @pytest.mark.slow
 def test_a_session_that_is_over_leaves_no_threads(tmp_path: pathlib.Path) -> None:
-    # A thread of gloo that meets the end of the interpreter aborts the process, now and then.
+    # A gloo thread that is alive at interpreter exit sometimes aborts the process.
     script = tmp_path / "trains.py"
     script.write_text(_TRAINS)
     result = _run(PYTHON, str(script))

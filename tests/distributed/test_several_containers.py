@@ -1,4 +1,4 @@
-"""Two containers in one backward pass: no rank waits for what another one sends later."""
+"""Two containers in one backward pass: no rank waits for a message that another sends later."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +24,7 @@ _WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def _towers(rank: int, _world_size: int, container: str, own_groups: bool) -> None:
-    """Which tower comes first depends on the data, and none uses all of its parameters."""
+    """Runs two towers with unused parameters; with separate groups, their order differs by rank."""
     groups: list[Any] = [None, None]
     if own_groups:
         groups = [dist.new_group([0, 1], timeout=timedelta(seconds=20)) for _ in range(2)]

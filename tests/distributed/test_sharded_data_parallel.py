@@ -1,4 +1,4 @@
-"""Gradients reduced to their owners, against one process with all data."""
+"""Compares reduce-scattered gradients (ZeRO-2) with one process with all data."""
 
 import copy
 import functools
@@ -88,7 +88,7 @@ def _train(rank: int, world_size: int, model: str, step_mode: str, bucket: float
         for optimizer in (sharded, whole):
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-        if step % 2:  # At other times the next forward pass itself has to wait.
+        if step % 2:  # After other steps the next forward pass has to wait.
             _require_close(ours, oracle)
     _require_close(ours, oracle)
 
@@ -109,7 +109,7 @@ def test_one_bucket(rank_pool: Pools) -> None:
 
 
 def _equal_bucketed(rank: int, world_size: int) -> None:
-    """Two summands are added in one way only, so that nothing may differ from torch's DDP."""
+    """Requires bitwise equality with torch's DDP: two summands have only one order."""
     ours, sharded, oracle, whole = _pair(rank, "layered", AdamW)
     theirs = nn.parallel.DistributedDataParallel(oracle)
     for step in range(5):
@@ -200,7 +200,7 @@ def test_ranks_count_by_their_weights(rank_pool: Pools) -> None:
 
 
 class ReadsOthers(nn.Module):
-    """Modules that read parameters of modules which they do not call."""
+    """Modules that read parameters of other modules without calling them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def _copy_module(rank: int, world_size: int) -> None:
     for own, other in zip(ours.parameters(), average.parameters(), strict=True):
         assert torch.equal(own, other)
     loss_of(average(data(0, rank), rank)).backward()
-    # The module outlives its container, and trains under another.
+    # The module outlives its container and trains under another.
     inner = ours.module
     del ours, sharded
     gc.collect()
@@ -297,7 +297,7 @@ def test_ranks_without_gradients_clip_as_well(rank_pool: Pools) -> None:
 
 
 def _wide_sums(rank: int, world_size: int) -> None:
-    """One and 255 times a 256th are 1.996 in float32, but stay 1 in bfloat16's eight bits."""
+    """Sums 1 and three times 2^-9: summed in bf16, the result would stay 1; in float32 it grows."""
     ours = ShardedDataParallel(
         nn.Linear(4, 1, bias=False).bfloat16(), reduction_dtype=torch.float32
     )
@@ -383,7 +383,7 @@ def test_a_mesh_of_replicas_and_shards(rank_pool: Pools, model: str, step_mode: 
 
 
 def _master(rank: int, world_size: int) -> None:
-    """Updates of a thousandth are lost in bfloat16, but not in its master."""
+    """Trains with updates that are lost in bf16, but not in its float32 master."""
     torch.manual_seed(0)
     ours = ShardedDataParallel(
         Layered().to(torch.bfloat16), SMALL_BUCKET_MB, master_dtype=torch.float32
@@ -394,7 +394,7 @@ def _master(rank: int, world_size: int) -> None:
     for step in range(30):
         copies = []
         for other in range(world_size):
-            # What each rank computes with the same sixteen-bit weights.
+            # The gradients that each rank computes with the same bf16 weights.
             alone = Layered().to(torch.bfloat16)
             alone.load_state_dict(ours.module.state_dict())
             loss_of(alone(data(step % 3, other).bfloat16(), other)).backward()
@@ -410,7 +410,7 @@ def _master(rank: int, world_size: int) -> None:
         torch.testing.assert_close(parameter.detach(), expected, rtol=0.01, atol=1e-4)
         require_identical(parameter.detach(), name)
     assert all(shard.tensor.dtype == torch.float32 for shard in sharded.shards())
-    # What is loaded into the model reaches the master too.
+    # Weights loaded into the model reach the master too.
     ours.module.load_state_dict({name: torch.ones_like(p) for name, p in alone.named_parameters()})
     assert all(bool((shard.tensor == 1).all()) for shard in sharded.shards())
 
@@ -460,7 +460,7 @@ def _continue(rank: int, _world_size: int, end: dict[str, Tensor], master: bool,
         torch.testing.assert_close(parameter.detach(), end[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-# A third of a sixteen-bit gradient is rounded, which Adam makes much of; a half is not.
+# Dividing a bf16 gradient by three rounds it, which Adam amplifies; dividing by two is exact.
 @pytest.mark.parametrize(
     ("master", "world_size"), [(False, 1), (False, 2), (False, 3), (True, 1), (True, 2)]
 )
@@ -495,7 +495,7 @@ def _load_hybrid(rank: int, _world_size: int, full: dict[str, Any], path: str) -
     _load(path, models[0], sharded)
     models[1].load_state_dict(models[0].state_dict())
     whole = AdamW(groups[1], lr=0.5)
-    whole.load_state_dict(copy.deepcopy(full))  # All ranks were sent the same memory.
+    whole.load_state_dict(copy.deepcopy(full))  # All ranks received the same shared memory.
     for model, optimizer in zip(models, (sharded, whole), strict=True):
         loss_of(model(data(1, 7), rank)).backward()
         optimizer.step()
@@ -723,7 +723,7 @@ def test_edits_of_parameters_reach_their_master(rank_pool: Pools, way: str) -> N
 
 
 def _accumulate_without_clearing(rank: int, world_size: int) -> None:
-    """The same gradient may reach two parameters, and a pass in no_sync may follow one outside."""
+    """Accumulates a no_sync pass after a synchronized one; two parameters share a gradient."""
     torch.manual_seed(0)
     ours = ShardedDataParallel(TwoBiases(), SMALL_BUCKET_MB)
     torch.manual_seed(0)
@@ -755,7 +755,7 @@ def test_gradients_are_added_to_reduced_ones(rank_pool: Pools) -> None:
 
 
 class HostReads(TorchDispatchMode):
-    """Notes what would make the host wait for a GPU."""
+    """Records operators that would make the host wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -786,7 +786,7 @@ def _read_nothing(rank: int, _world_size: int, model: str) -> None:
             ours.clip_grad_norm_(1.0)
             sharded.step()
             sharded.zero_grad()
-        # Where this rank had no gradient for a shard, it asks once whether others had one.
+        # A rank without a gradient for a shard reads once whether other ranks had one.
         may_ask = model == "unused_on_one_rank" and rank == 1
         assert reads.found in ([], ["tolist"] if may_ask else [])
 

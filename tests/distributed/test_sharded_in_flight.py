@@ -1,4 +1,4 @@
-"""Between a step and the next forward pass parameters are in flight: whoever reads one waits."""
+"""Parameters are in flight between a step and the next forward pass; any read waits for them."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ SMALL_BUCKET_MB = 0.0016
 def _spoil_what_is_in_flight(
     flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup
 ) -> Pending:
-    """Gathers into memory of its own; what is in flight is not a number until it is waited for."""
+    """Gathers into separate memory; parameters in flight are NaN until a wait."""
     arriving = flat.clone()
     pending = start_all_gather(arriving, borders, group)
     flat.fill_(float("nan"))
@@ -254,7 +254,7 @@ def _wait_in_streams() -> list[str]:
         parameter.detach()
         parameter.detach()
         torch._foreach_add([parameter], 1.0)
-        assert type(parameter) is not nn.Parameter  # Whoever computes has yet to wait.
+        assert type(parameter) is not nn.Parameter  # The compute stream has yet to wait.
         stream = "compute"
         parameter.detach()
         assert type(parameter) is nn.Parameter

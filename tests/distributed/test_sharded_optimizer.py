@@ -1,4 +1,4 @@
-"""The sharded optimizer against the same optimizer on one process, to the bit."""
+"""Compares the sharded optimizer bitwise with the same optimizer in one process."""
 
 import copy
 import functools
@@ -61,7 +61,7 @@ def _step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     optimizer.zero_grad()
     loss_of(model(data(step, 7), 0)).backward()
     if isinstance(model, Shapes):
-        # Matmuls may round otherwise where the matrices lie at another address.
+        # Random gradients, because matmuls may round differently at other addresses.
         torch.manual_seed(step)
         for parameter in model.parameters():
             parameter.grad.copy_(torch.randn(parameter.shape, dtype=parameter.dtype))
@@ -163,7 +163,7 @@ def _under_container(rank: int, world_size: int, model: str, container: str) -> 
         whole.zero_grad()
         for (name, own), other in zip(ours.named_parameters(), oracle.parameters(), strict=True):
             require_identical(own.detach(), name)
-            # Adam divides by the gradient's size: rounding shows where that is next to nothing.
+            # Adam divides by the gradient's magnitude, which amplifies rounding of tiny gradients.
             torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
@@ -337,7 +337,7 @@ def _state_bytes(_rank: int, world_size: int) -> tuple[float, float]:
 def test_the_state_is_divided_evenly(rank_pool: Pools, world_size: int) -> None:
     ours, torchs = rank_pool(world_size).run(_state_bytes)[0]
     assert ours <= 1.01
-    assert torchs > 1.5  # The embedding cannot be halved there.
+    assert torchs > 1.5  # It does not split the embedding.
 
 
 def _save(
@@ -373,7 +373,7 @@ def _continue(
         _step(never_saved, reference, step)
     reference.param_groups[0]["lr"] = 0.03
     _require_same_state(full, reference.state_dict())
-    # From the checkpoint and from the full dictionary into shards, and into plain torch.optim.
+    # Checkpoint into shards; full state dict into shards and into plain torch.optim.
     weights = {"model": _model(5, model_name).state_dict()}
     dcp.load(weights, checkpoint_id=path)
     runs = []
@@ -385,7 +385,7 @@ def _continue(
     (ours, from_checkpoint), (_, from_full), (alone, plain) = runs
     from_checkpoint.load_checkpoint(ours, dcp.FileSystemReader(path))
     from_full.load_state_dict(full)
-    # All ranks were sent the same memory, and torch's own optimizer keeps what it is given.
+    # All ranks received the same shared memory, and torch's optimizer keeps the loaded tensors.
     plain.load_state_dict(copy.deepcopy(full))
     for step in range(3, 6):
         for model, optimizer in (*runs, (never_saved, reference)):
@@ -544,7 +544,7 @@ def test_the_defaults_of_the_optimizer_are_in_the_groups(rank_pool: Pools) -> No
 
 
 class Counting(SGD):
-    """Keeps a count among its options, and steps less and less."""
+    """Counts its steps in its parameter groups, and takes smaller and smaller steps."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
@@ -647,7 +647,7 @@ def test_what_is_kept_in_groups_is_saved_and_loaded(
 
 
 class Estimating(Counting):
-    """Keeps something in its groups that depends on all parameters of a group."""
+    """Keeps a value in each group that depends on all parameters of the group."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -688,7 +688,7 @@ def _save_by_torch(_rank: int, _world_size: int, kind: str, full: bool, path: st
     weights, state = get_state_dict(model, optimizer, options=options)
     assert set(state["state"]) == {name for name, _ in Layered().named_parameters()}
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    if before:  # Asking changes nothing.
+    if before:  # Reading the state does not change it.
         _require_same_state(optimizer.full_state_dict(), before)
     else:
         optimizer.full_state_dict()

@@ -1,4 +1,4 @@
-"""Runs under Slurm: what TERM, USR1, requeue, a lost node and scancel do to them."""
+"""Effects of TERM, USR1, requeue, scancel and a lost node on runs under Slurm."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def slurm(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
 
 
 class Job:
-    """A job that trains on both CPUs of a node, and writes the exit code of each attempt."""
+    """A job that trains on both CPUs of a node and writes the exit code of each attempt."""
 
     def __init__(self, place: pathlib.Path, out: str, *options: str, then: str = "") -> None:
         self.config: RunConfig = changed(small_run(place), out, **_SECTIONS)
@@ -50,7 +50,7 @@ class Job:
         (place / f"{out}.toml").write_text(encode_config(self.config))
         self._script = place / f"{out}.sh"
         self._script.write_text(
-            # Another cluster of this machine has a job of the same number, and its port.
+            # A job of the same number on another cluster of this machine would have the same port.
             f"#!/bin/bash\nexport MASTER_PORT={_free_port()}\n"
             f"srun --ntasks 2 {PACELINE} train {place / out}.toml $CHANGES\n"
             f"code=$?; echo $code >> {self._codes}\n{then}\nexit $code\n"
@@ -92,7 +92,7 @@ class Job:
         return int(saved[-1].name.removeprefix("step-")) if saved else 0
 
     def finish(self) -> None:
-        """Trains a few steps more and looks whether every sample was used once."""
+        """Trains a few more steps and requires that every sample was used once."""
         steps = self.saved_step() + 5
         self.submit(CHANGES=f"--set training.steps={steps}")
         until(lambda: self.state() in ("COMPLETED", ""))
@@ -117,7 +117,7 @@ def test_term_saves_and_the_job_ends_with_143(slurm: pathlib.Path, tmp_path: pat
     job.finish()
 
 
-# Slurm lets a job that was requeued wait for two minutes.
+# Slurm delays a requeued job by two minutes.
 def test_a_warning_before_the_time_limit_saves_and_requeues(
     slurm: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_warning_before_the_time_limit_saves_and_requeues(
     job = Job(tmp_path, "usr1", "--time=2", "--signal=USR1@60", "--requeue", then=requeue)
     job.submit()
     until(lambda: len(job.starts()) == 2, 500)
-    # On a busy machine an attempt is warned before it has begun, and there is one more.
+    # On a busy machine an attempt may be warned before it starts training; then there is one more.
     assert set(job.codes()) == {143}
     step = job.saved_step()
     assert job.starts()[1] == f"from step {step}, 2 ranks on cpu"

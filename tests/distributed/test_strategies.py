@@ -47,7 +47,7 @@ def _train(rank: int, world_size: int, name: StrategyName) -> int:
             torch.testing.assert_close(own, expected.detach(), atol=1e-6, rtol=1e-6)
     sizes = message_sizes(wrapped)
     num_bytes = sum(parameter.nbytes for parameter in oracle.parameters())
-    # Rows of ranks and flags are filled up, parameter by parameter.
+    # Each parameter's rows per rank, and the flags, are padded.
     most = 1.05 if name in SHARDED_PARAMETERS else 1.01
     assert not sizes or num_bytes <= sum(sizes) <= most * num_bytes
     return len(sizes)
@@ -59,7 +59,8 @@ def test_every_strategy_trains_as_one_process_and_tells_its_messages(
 ) -> None:
     num_messages = rank_pool(2).run(_train, name)[0]
     expected = {"none": 0, "naive": 5, "flat": 1, "overlapped": 5}
-    expected |= {"fully_sharded": 3, "torch_fsdp2": 1}  # Each layer, and a model without a list.
+    # One message per layer; FSDP2 sends one for a model without a module list.
+    expected |= {"fully_sharded": 3, "torch_fsdp2": 1}
     assert num_messages == expected.get(name, num_messages)
     assert name not in ("bucketed", "sharded") or num_messages > 1
 
@@ -80,7 +81,7 @@ def _fsdp2_tells(rank: int, _world_size: int) -> None:
     model = apply_strategy("torch_fsdp2", _Blocks())
     assert message_sizes(model) == []
     model(data(0, rank)).sum().backward()
-    assert synchronization_stats(model) is None  # Nobody has asked.
+    assert synchronization_stats(model) is None  # Recording is off.
     block, rest = 4 * (WIDTH * WIDTH + WIDTH), 4 * WIDTH
     sizes = [block, block, rest, block]
     assert message_sizes(model) == sizes
@@ -92,12 +93,12 @@ def _fsdp2_tells(rank: int, _world_size: int) -> None:
     assert [bucket.num_parameters for bucket in stats.buckets] == [2, 2, 1, 2]
     moments = [moment for one in stats.buckets for moment in (one.launch_s, one.finish_s)]
     assert moments[0] > 0
-    assert moments == sorted(moments)  # One by one: each call returns when its message is there.
-    # The end of a module is seen by the gradient of its input, which the first block has none of.
+    assert moments == sorted(moments)  # Sequential: each call returns when its message has arrived.
+    # The input's gradient marks the end of a module's backward; the first block's input has none.
     assert stats.buckets[1].finish_s <= stats.backward_s <= stats.buckets[2].launch_s
     gradients_s = sum(bucket.finish_s - bucket.launch_s for bucket in stats.buckets)
     assert stats.exposed_wait_s is not None
-    assert stats.exposed_wait_s > gradients_s  # Parameters are waited for too.
+    assert stats.exposed_wait_s > gradients_s  # It includes waits for parameters.
     with torch.no_grad():
         model(data(2, rank))
     assert synchronization_stats(model) == stats

@@ -1,4 +1,4 @@
-"""Every cell of the docs' table of strategies and features."""
+"""Checks every non-empty cell of the docs' table of strategies and features."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or cannot succeed under a supervisor; no model, one import of torch."""
+"""Ranks that die, hang or cannot succeed under a supervisor; no model, torch imported once."""
 
 import os
 import pathlib

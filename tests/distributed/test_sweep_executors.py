@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are made: processes, Slurm's nodes, Ray's workers; and their deaths."""
+"""Executors of a sweep's runs (local processes, Slurm, Ray), and the loss of their workers."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def _last_step(task: RunTask) -> int:
 
 
 def _run_to_the_end(executor: Callable[[], Executor], tasks: list[RunTask]) -> None:
-    """Starts what has not ended, as a sweep does."""
+    """Restarts unfinished runs, as a sweep does, and requires that all succeed."""
     for _ in range(3):
         missing = [task for task in tasks if not has_ended(task)]
         if missing:
@@ -81,7 +81,7 @@ def test_runs_end_well_badly_or_not_at_all(tmp_path: pathlib.Path) -> None:
     def kill() -> None:
         until(lambda: _last_step(killed) >= 3)
         for pid in children_of(me):
-            with contextlib.suppress(FileNotFoundError):  # Others end meanwhile.
+            with contextlib.suppress(FileNotFoundError):  # Other processes may end.
                 if killed.config in pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
                     os.kill(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What torch cannot do and Paceline works around: a torch without a fault is noticed here."""
+"""Torch faults that Paceline works around; the test fails once a torch release fixes one."""
 
 import pathlib
 import subprocess

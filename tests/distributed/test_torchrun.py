@@ -1,4 +1,4 @@
-"""torchrun restarts ranks that were killed, and ranks do not outlive its agent."""
+"""torchrun restarts killed ranks, and ranks do not outlive its agent."""
 
 import contextlib
 import json
@@ -100,7 +100,7 @@ def test_a_run_under_torchrun_survives_kills_to_the_bit(tmp_path: pathlib.Path) 
             assert agent.poll() is None
             time.sleep(0.002)
         os.kill(children_of(agent.pid)[victim], signal.SIGKILL)
-        # Its successor forgets the steps after the checkpoint that it goes on from.
+        # The restarted run drops the rows of steps after the checkpoint it resumes from.
         while _last_step(config.out) >= step and agent.poll() is None:
             time.sleep(0.002)
     _, stderr = agent.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""A run is the same on any number of ranks under any strategy, and goes on to the bit."""
+"""Runs give the same results on any number of ranks and strategy, and resume bitwise."""
 
 import dataclasses
 import pathlib
@@ -83,7 +83,7 @@ def _with(config: RunConfig, out: str, **sections: dict[str, Any]) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def alone(config: RunConfig, rank_pool: Pools) -> list[float]:
-    """The losses of one process."""
+    """Returns the losses of one process."""
     single = _with(config, "alone")
     rank_pool(1).run(_train, single)
     losses = _losses(single)
@@ -112,7 +112,7 @@ def test_any_strategy_trains_like_one_process(
     rows = [row for row in _rows(shared) if isinstance(row, StepRow)]
     assert [row.step for row in rows if row.memory_bytes is not None] == [3, 6]
     exposed = [row.step for row in rows if row.exposed_communication_s is not None]
-    assert exposed == ([] if strategy == "torch_ddp" else [3, 6])  # torch does not tell.
+    assert exposed == ([] if strategy == "torch_ddp" else [3, 6])  # DDP does not report it.
     (record,) = RecordStore(pathlib.Path(shared.out) / "record.jsonl").read()
     assert record.case["strategy"] == strategy
     assert record.metrics["loss"].value == pytest.approx(np.mean(alone), rel=1e-5)
@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_is_equal_to_the_bit(
     for checkpoint in sorted((pathlib.Path(again.out) / "checkpoints").iterdir())[1:]:
         for file in checkpoint.iterdir():
             file.unlink()
-        checkpoint.rmdir()  # As if it had been killed after the first.
+        checkpoint.rmdir()  # As if killed after the first checkpoint.
     rank_pool(2).run(_train, again)
     assert _losses(again) == _losses(whole)
     files = sorted(

@@ -1,4 +1,4 @@
-"""A run is the same under any layout, and goes on under another one."""
+"""A run gives the same results under any layout, and can resume under another."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ WIDE: dict[str, Layout] = {
     "pipeline, context": {"pipeline": 2, "context": 2},
     "interleaved, tensor": {"pipeline": 2, "interleave": 2, "tensor": 2},
 }
-"""On four ranks."""
+"""Layouts for four ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def alone(config: RunConfig, rank_pool: Pools) -> RunConfig:
-    """The run of one process."""
+    """Returns the finished run of one process."""
     single = changed(config, "alone")
     rank_pool(1).run(train_rank, single)
     return single
 
 
 def _numbers(config: RunConfig) -> tuple[list[list[float]], list[str | None]]:
-    """Returns losses and norms of steps, losses of evaluations, and what was generated."""
+    """Returns step losses, gradient norms and evaluation losses, and the generated samples."""
     rows = list(MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read())
     steps = [row for row in rows if isinstance(row, StepRow)]
     evaluations = [row for row in rows if isinstance(row, EvaluationRow)]
@@ -122,7 +122,7 @@ SAVED: dict[str, tuple[Layout, int]] = {
     "stages-tensor": (WIDE["interleaved, tensor"], 4),
     "tensor-shards": (WIDE["tensor, shards"], 4),
 }
-"""Layouts with the number of their ranks."""
+"""Layouts and their numbers of ranks."""
 PAIRS = [
     pytest.param(*pair, marks=() if pair == ("stages", "tensor") else pytest.mark.slow)
     for pair in itertools.product(SAVED, repeat=2)
@@ -131,7 +131,7 @@ PAIRS = [
 
 
 def _train_half(config: RunConfig, pools: Pools, first: str) -> pathlib.Path:
-    """Returns the directory of a run that has made half of its steps under a layout."""
+    """Trains the first half of a run's steps under a layout; returns the run's directory."""
     layout, num_ranks = SAVED[first]
     run = changed(config, first, parallel=dict(layout), training={"steps": STEPS // 2})
     pools(num_ranks).run(train_rank, run)
@@ -140,7 +140,7 @@ def _train_half(config: RunConfig, pools: Pools, first: str) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def saved(config: RunConfig, rank_pool: Pools) -> Callable[[str], pathlib.Path]:
-    """Returns the directory of a run that has made half of its steps under a layout."""
+    """Returns a cached function from a layout to the directory of its half-finished run."""
     return functools.cache(functools.partial(_train_half, config, rank_pool))
 
 
@@ -158,7 +158,7 @@ def test_a_run_goes_on_under_any_other_layout(
 
 
 def _go_on(config: RunConfig, pools: Pools, half: pathlib.Path, second: str) -> RunConfig:
-    """Returns a run that has made the other half of its steps under another layout."""
+    """Trains the second half on a copy of a run under another layout; returns its config."""
     layout, num_ranks = SAVED[second]
     run = changed(config, f"{half.name}-then-{second}", parallel=dict(layout))
     shutil.copytree(half, run.out)
@@ -168,7 +168,7 @@ def _go_on(config: RunConfig, pools: Pools, half: pathlib.Path, second: str) -> 
 
 @pytest.fixture(scope="module")
 def odd(config: RunConfig, rank_pool: Pools) -> tuple[RunConfig, RunConfig]:
-    """A run without tied embeddings, of a vocabulary that ranks split unevenly; and one process."""
+    """Returns a run with untied embeddings and an uneven vocabulary, and that of one process."""
     model = {"vocab_size": 259, "tied_embeddings": False}
     place = {"out": str(pathlib.Path(config.out).parent / "odd" / "run")}
     run = dataclasses.replace(changed(config, "odd", model=model), **place)

@@ -1,4 +1,4 @@
-"""A bit that flips on one rank is found, the rank is named, and the run stops or goes back."""
+"""A bit flip on one rank is found, the rank is named, and the run stops or rolls back."""
 
 import pathlib
 import re

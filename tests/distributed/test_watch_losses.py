@@ -1,4 +1,4 @@
-"""A batch whose loss or gradient is bad is skipped by all ranks, or the run goes back before it."""
+"""All ranks skip a batch with a bad loss or gradient, or the run rolls back before it."""
 
 import pathlib
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def _run(pool: RankPool, config: RunConfig, **what: tuple[object, ...]) -> str:
-    """Trains; returns what all ranks have said alike at the end."""
+    """Trains and returns the outcome, which must be identical on all ranks."""
     poisons, left_out = what.get("poisons", ()), what.get("left_out", ())
     said = {str(outcome) for outcome in pool.run(train_faulty, config, (), poisons, left_out)}
     assert len(said) == 1

@@ -1,4 +1,4 @@
-"""A rank that takes half as long again as the others is named within ten steps, and no even one."""
+"""A rank that takes 1.5 times as long as the others is named within ten steps; no other is."""
 
 import pathlib
 import re
@@ -15,7 +15,7 @@ STEPS = 30
 SLOWER = 15
 """The step from which one rank is slower."""
 STEP_S = 0.06
-"""Most of a step is asleep, so that other work on the machine matters less."""
+"""Most of a step is sleep, so that other load on the machine matters less."""
 
 
 @pytest.mark.slow  # Compares times, which other tests on the same cores disturb.

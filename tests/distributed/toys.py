@@ -1,7 +1,7 @@
-"""Small models, each with something that data-parallel containers get wrong, and their oracle.
+"""Small models, each with a feature that data-parallel containers can get wrong, and their oracle.
 
-Every model is called with its input and the number of the rank whose data it is, so that the
-oracle, which is one process with all data, can do what each rank does.
+The oracle is one process with the data of all ranks. Models take the rank as an argument, so that
+the oracle can reproduce what each rank computes.
 """
 
 import warnings
@@ -53,7 +53,7 @@ class Tied(Layered):
 
 
 class Unused(Layered):
-    """A parameter in the midst of the others that no rank uses."""
+    """Has a layer that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class UnusedOnOneRank(Layered):
 
 
 class OrderByRank(nn.Module):
-    """Layers whose gradients arrive in another order on every other rank."""
+    """Layers whose gradients arrive in reverse order on every other rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class OrderByRank(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Scalars, an empty tensor, strides of several kinds, and several dtypes."""
+    """A scalar, an empty tensor, several kinds of strides, and several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Shapes(nn.Module):
         )
         self.precise = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
         self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-        with torch.no_grad():  # Products of products: small, so that rounding stays small.
+        with torch.no_grad():  # Small values keep rounding errors of their products small.
             for parameter in self.parameters():
                 parameter.mul_(0.3)
 
@@ -108,7 +108,7 @@ class Shapes(nn.Module):
 
 
 class Branching(nn.Module):
-    """Outputs in containers; the loss uses one of them only."""
+    """Returns nested outputs, of which the loss uses only one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         if shared:
-            # Reentrant checkpoints complete this one's gradient three times in one backward.
+            # Reentrant checkpoints complete the shared gradient three times in one backward pass.
             self.blocks = nn.ModuleList([self.blocks[0]] * 3)
 
     def forward(self, x: Tensor, _rank: int) -> Tensor:
@@ -170,7 +170,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # Momentum and decay move a parameter whose gradient is zero, but not one that has none.
+    # Momentum and weight decay update a parameter with a zero gradient, but not one without any.
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
@@ -182,8 +182,8 @@ def oracle_backward(model: nn.Module, step: int, world_size: int) -> None:
 def make_pair(
     rank: int, model_name: str, container_name: str, **keywords: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """Returns a container, made from weights that differ by rank, and its oracle."""
-    warnings.simplefilter("ignore", OverlapWarning)  # Toys with unused parameters deserve it.
+    """Returns a container, built from weights that differ by rank, and its oracle."""
+    warnings.simplefilter("ignore", OverlapWarning)  # Some toys have unused parameters.
     torch.manual_seed(rank)
     container = CONTAINERS[container_name](MODELS[model_name](), **keywords)
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def make_pair(
 
 
 def require_equal(container: nn.Module, oracle: nn.Module, *, tolerance: float = 1e-6) -> None:
-    """Parameters and gradients: the same on all ranks to the bit, and close to the oracle's."""
+    """Requires bitwise equal parameters and gradients on all ranks, close to the oracle's."""
     pairs = zip(container.parameters(), oracle.parameters(), strict=True)
     for (name, _), (own, expected) in zip(container.named_parameters(), pairs, strict=True):
         assert (own.grad is None) == (expected.grad is None), f"{name}: a gradient on one side only"

@@ -1,4 +1,4 @@
-"""Calibration, prediction, measurement and backtest through the command line."""
+"""Tests of calibration, prediction, measurement and backtest through the command line."""
 
 import json
 import pathlib
@@ -95,7 +95,7 @@ def test_the_committed_backtest_keeps_what_the_docs_say(tmp_path: pathlib.Path) 
     assert summary["median_width"] < 0.20
     question = ["--calibration", records, "--backtest", records, "--batch", "5"]
     predicted = run(PACELINE, "plan", "step", *question, "--json", cwd=tmp_path)
-    # One rank, and two on three kinds of links.
+    # One rank, and two ranks on three kinds of links.
     assert len({record.case.get("link_rate_bits_per_s") for record in predicted}) == 3
     for record in predicted:
         step = record.metrics["step_time_s"]

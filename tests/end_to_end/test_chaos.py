@@ -1,4 +1,4 @@
-"""A short run under chaos: killed, stopped, robbed of a checkpoint, and none the worse for it."""
+"""Tests that a run survives chaos unchanged: kills, stops and a corrupted checkpoint."""
 
 import json
 import pathlib
@@ -44,7 +44,7 @@ def test_a_run_under_chaos_is_the_run_that_was_never_disturbed(tmp_path: pathlib
 
 
 def test_a_command_that_does_not_come_back_is_lost(tmp_path: pathlib.Path) -> None:
-    """No trainer: a program that writes steps, and after a kill none any more."""
+    """Uses a program that writes steps, but exits when it is restarted after a kill."""
     program = tmp_path / "program.py"
     program.write_text(
         "import pathlib, sys, time\n"

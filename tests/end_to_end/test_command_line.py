@@ -1,4 +1,4 @@
-"""Every verb through its real entry point; what succeeds in a process of its own."""
+"""Tests of every verb through its real entry point; commands that succeed run in subprocesses."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import time
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.output import case_progress
+from paceline.cli.output import case_progress, work_progress
 from paceline.records.store import decode_record
 
 PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
@@ -50,7 +50,7 @@ def test_help_is_quick(tmp_path: pathlib.Path) -> None:
         return cpu_seconds() - before
 
     # 0.26 s on an idle machine; importing torch takes 1.5 s more.
-    # The first start compiles bytecode.
+    # The minimum leaves out the first start, which compiles bytecode.
     assert min(seconds_of_help() for _ in range(4)) < 0.5
 
 
@@ -77,12 +77,30 @@ def test_a_first_rank_without_a_terminal_tells_its_progress_in_lines(
             progress.step(3, 25)
         return capsys.readouterr().err.splitlines()
 
-    # Not more often than anybody reads.
+    # Lines are rate-limited.
     assert told("0") == [
         "paceline: 0 of 2 cases done, step 1 of 25, 0 s, about 0 s left",
         "paceline: 1 of 2 cases done, step 3 of 25, 0 s, about 0 s left",
     ]
     assert told("1") == []
+
+
+@pytest.mark.parametrize(("total", "shown"), [(None, []), (4, ["1/4"])])
+def test_work_is_shown_with_its_time_on_a_terminal_alone(
+    total: int | None,
+    shown: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def told() -> str:
+        with work_progress("searching", total) as done:
+            done()
+        return capsys.readouterr().err
+
+    assert told() == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for part in ("searching", "0:00:00", *shown):
+        assert part in told()
 
 
 def test_version_and_module_entry_point(tmp_path: pathlib.Path) -> None:
@@ -117,10 +135,10 @@ def test_a_sweep_becomes_a_table_and_plots(tmp_path: pathlib.Path) -> None:
     )
     assert "forward (ms)" in result.stdout
     assert "bfloat16" in result.stdout
-    assert "n/a" in result.stdout  # MFU: the peak of a CPU is in no document.
+    assert "n/a" in result.stdout  # MFU: a CPU's peak is not documented.
 
     markdown = paceline("report", "table", *store, "--format", "markdown", cwd=tmp_path).stdout
-    assert markdown.count("\n| ") == 2 + 4  # Below the table, notes on samples that deviate.
+    assert markdown.count("\n| ") == 2 + 4  # Notes on outlier samples follow.
     csv = paceline("report", "table", *store, "--format", "csv", cwd=tmp_path).stdout
     assert len(csv.splitlines()) == 1 + 4
     lines = paceline("report", "table", *store, "--json", cwd=tmp_path).stdout.splitlines()
@@ -270,10 +288,10 @@ def test_mistakes_get_one_line_and_a_documented_exit_code(
     (tmp_path / "damaged.jsonl").write_text("\n{oops}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    # In this process: two dozen of their own would take a minute.
+    # In this process: two dozen subprocesses would take a minute.
     try:
         code = main(arguments)
-    except SystemExit as leaving:  # Out of the parser of the command line.
+    except SystemExit as leaving:  # Raised by the argument parser.
         code = leaving.code
     printed = capsys.readouterr()
     assert code == exit_code
@@ -326,7 +344,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: pathlib.Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A launcher in the background may ignore interrupts, and its children would inherit that.
+        # A background launcher may ignore SIGINT, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     time.sleep(5)

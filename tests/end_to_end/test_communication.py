@@ -1,4 +1,4 @@
-"""Collectives through the command line: on ranks of its own, under torchrun, and in the lab."""
+"""Tests of collectives through the command line: on its own ranks, torchrun's and the lab's."""
 
 import os
 import pathlib
@@ -30,7 +30,7 @@ def run(*command: str, cwd: pathlib.Path) -> list[Record]:
 
 
 def require_lab() -> None:
-    """Skips a test where the machine cannot make hosts with shaped links, and says why."""
+    """Skips a test, with the reason, if the machine cannot create hosts with shaped links."""
     try:
         with hosts(1, LinkShape(rate_bits_per_s=1e9)):
             pass

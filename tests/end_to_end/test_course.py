@@ -1,4 +1,4 @@
-"""The literal command lines of the courses."""
+"""Tests of the literal command lines of the courses."""
 
 import pathlib
 import re
@@ -76,7 +76,7 @@ def test_sharding_prints_memory_at_three_instants_with_and_without() -> None:
     assert len(peaks) == 6, output
     (_, _, none_yet), (_, before, whole), _, _, (_, before_sharded, half), _ = peaks
     assert float(none_yet) == 0
-    # Two moments of four bytes, of all parameters and of half of them.
+    # Two float32 moments, of all parameters and of half of them.
     assert float(whole) == pytest.approx(8 * 33_825_280 / 2**20, abs=0.01)
     assert float(half) == pytest.approx(4 * 33_825_280 / 2**20, abs=0.01)
     saved = float(before) - float(before_sharded)

@@ -1,4 +1,4 @@
-"""``paceline data`` from text files to a verified dataset, as a user types it."""
+"""Tests of ``paceline data`` from text files to a verified dataset, as typed by a user."""
 
 import json
 import pathlib
@@ -43,7 +43,7 @@ def test_from_text_to_a_verified_dataset(place: pathlib.Path) -> None:
         "invalid UTF-8": 1,
     }
     assert splits["train"]["num_shards"] == -(-splits["train"]["num_tokens"] // 1000) > 1
-    # A second time there is nothing to do.
+    # A second run has nothing to do.
     before = (place / "tokens" / "manifest.json").stat().st_mtime_ns
     assert "latin.txt" in _paceline(*prepared, *options, cwd=place)
     assert (place / "tokens" / "manifest.json").stat().st_mtime_ns == before

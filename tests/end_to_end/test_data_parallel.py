@@ -1,4 +1,4 @@
-"""Strategies compared through the command line: on ranks of its own, under torchrun, in the lab."""
+"""Tests of comparing strategies: on the command's own ranks, torchrun's and the lab's."""
 
 import pathlib
 
@@ -36,12 +36,12 @@ def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
         assert ("step_time_ratio" in record.metrics) == (record is not measured[0])
         phases = ("forward_time_s", "backward_time_s", "optimizer_time_s")
         assert sum(record.metrics[name].value for name in phases) > 0
-    # Behind every gradient lies one number of four bytes; torch keeps such a list elsewhere.
+    # Paceline stores one four-byte number with each gradient; torch keeps such a list elsewhere.
     torch_ddp, *others = [record.metrics["gradient_bytes"].value for record in measured]
     num_parameters = measured[2].metrics["num_messages"].value
     assert all(torch_ddp <= own <= torch_ddp + 4 * num_parameters for own in others)
     peaks = [record.metrics["peak_before_optimizer_bytes"].value for record in measured]
-    # Gradients move into buckets in groups of up to 1 MiB, and exist twice until then.
+    # Gradients are copied into buckets in groups of up to 1 MiB, and exist twice meanwhile.
     assert max(peaks[2:]) <= peaks[0] + 4 * num_parameters + MIB
     predicted = by_kind(records, "prediction")
     assert len(predicted) > 10
@@ -65,7 +65,7 @@ def test_in_the_lab_every_record_knows_its_link(tmp_path: pathlib.Path) -> None:
     records = run(*lab, str(BIN / "paceline"), *SMALL, *flat, cwd=tmp_path)
     without, with_flat = by_kind(records, "ddp")
     assert with_flat.case["link_rate_bits_per_s"] == 1e8
-    # 576 kB at 100 Mbit/s take 46 ms on the wire, which nothing hides.
+    # 576 kB at 100 Mbit/s take 46 ms on the wire, fully exposed.
     seconds = with_flat.metrics["gradient_bytes"].value * 8 / 1e8
     assert with_flat.metrics["exposed_communication_s"].value > 0.9 * seconds
     assert with_flat.metrics["communication_s"].value > 0.9 * seconds

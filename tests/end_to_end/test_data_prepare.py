@@ -1,4 +1,4 @@
-"""Preparations that are killed at any moment end in the same bytes, and hostile files in errors."""
+"""Tests that preparations killed at any moment give the same bytes, and hostile files errors."""
 
 import gzip
 import json
@@ -52,12 +52,12 @@ def _start(config: PrepareConfig, out: pathlib.Path, workers: int) -> subprocess
 
 
 def _num_files(out: pathlib.Path) -> int:
-    # Directories may vanish meanwhile, which os.walk takes as they are.
+    # Directories may vanish meanwhile, which os.walk ignores.
     return sum(len(files) for _, _, files in os.walk(out))
 
 
 def _num_files_of_a_whole_run(config: PrepareConfig, out: pathlib.Path) -> int:
-    """Prepares without a kill, and returns how many files there were at most, made and in work."""
+    """Prepares without a kill, and returns the peak number of files, finished or not."""
     driver = _start(config, out, workers=2)
     most = 0
     while driver.poll() is None:
@@ -68,7 +68,7 @@ def _num_files_of_a_whole_run(config: PrepareConfig, out: pathlib.Path) -> int:
 
 
 def _wait_for_files(driver: subprocess.Popen[bytes], out: pathlib.Path, number: int) -> None:
-    """Waits until a preparation has come this far: by what it has written, however long it took."""
+    """Waits until a preparation has written `number` files, or has ended."""
     while driver.poll() is None and _num_files(out) < number:
         time.sleep(0.002)
 
@@ -144,7 +144,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def _prepare_hostile(
     source: pathlib.Path, tokenizer: pathlib.Path, harmless_bytes: int = 2**30
 ) -> tuple[list[str], float]:
-    """Returns what a preparation in a process of its own said, and its MiB over a bare start."""
+    """Prepares in a subprocess; returns its output lines and its peak memory growth in MiB."""
     out = source.with_name("out")
     result = subprocess.run(
         [sys.executable, "-c", HOSTILE, source, tokenizer, out, str(harmless_bytes)],

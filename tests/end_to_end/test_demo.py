@@ -1,4 +1,4 @@
-"""``paceline demo`` as a newcomer types it."""
+"""Tests of ``paceline demo`` as typed by a new user."""
 
 import json
 import os
@@ -40,5 +40,5 @@ def test_from_nothing_to_a_page_in_five_minutes(tmp_path: pathlib.Path) -> None:
     assert len(found["sample"]) > 50
     page = (tmp_path / "demo" / "demo.html").read_text(encoding="utf-8")
     assert "Histogram of step times, and what was predicted" in page
-    # Every command was shown, and each is one that the reader can type.
+    # Every command is shown in a form that the reader can type.
     assert made.stderr.count("$ paceline ") == 5

@@ -1,4 +1,4 @@
-"""The programs of examples/elsewhere: our parts in the loops that people have."""
+"""Tests of the programs of examples/elsewhere: Paceline's parts in users' own training loops."""
 
 import json
 import pathlib

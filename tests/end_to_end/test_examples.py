@@ -1,4 +1,4 @@
-"""The programs of examples/ and the Python of the README run as they are printed."""
+"""Tests that the programs of examples/ and the README's Python run as printed."""
 
 import pathlib
 import re
@@ -104,7 +104,7 @@ def test_any_strategy_gives_the_same_losses(strategies: tuple[StrategyName, ...]
 
     (plain,) = losses([*strategies])
     assert len(plain.split()) == 4
-    # The buckets of sharded_per_bucket step before a norm is known.
+    # sharded_per_bucket updates its buckets before the gradient norm is known.
     clipping = [strategy for strategy in strategies if strategy != "sharded_per_bucket"]
     (clipped,) = losses(clipping, "--max-norm", "0.1")
     assert clipped != plain

@@ -1,4 +1,4 @@
-"""The page on export and generation: its commands and its program run as they are printed."""
+"""Tests that commands and program of the page on export and generation run as printed."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""What goes wrong on a first day gets one line that says what to do."""
+"""Tests that a new user's mistakes get one error line with the remedy."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
 
 
 def _complaint(*arguments: str, cwd: pathlib.Path, exit_code: int, **variables: str) -> str:
-    """Runs a command that fails, and returns the one line that it leaves."""
+    """Runs a command that fails, and returns its single error line."""
     result = subprocess.run(
         [PACELINE, *arguments],
         cwd=cwd,
@@ -33,7 +33,7 @@ def _complaint(*arguments: str, cwd: pathlib.Path, exit_code: int, **variables: 
 
 
 def _without_torch(directory: pathlib.Path) -> str:
-    """Returns a search path on which torch is not to be found."""
+    """Returns a `PYTHONPATH` on which importing torch fails."""
     (directory / "torch").mkdir()
     code = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
     (directory / "torch" / "__init__.py").write_text(code)

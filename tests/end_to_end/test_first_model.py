@@ -1,4 +1,4 @@
-"""The page that leads to a first model: its commands and its program run as they are printed."""
+"""Tests that commands and program of the page on a first model run as printed."""
 
 import os
 import pathlib
@@ -33,7 +33,7 @@ def test_the_page_from_its_first_command_to_its_last(tmp_path: pathlib.Path) -> 
     assert time.monotonic() - began < 600
     lines = done.stdout.splitlines()
     assert "run: 150 steps, every sample exactly once" in lines
-    assert float(lines[-1]) < 4  # The loss, by transformers.
+    assert float(lines[-1]) < 4  # The loss, computed by transformers.
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    assert "from step" in metrics  # It went on, and did not begin again.
+    assert "from step" in metrics  # It resumed instead of starting over.
     assert (tmp_path / "run.html").stat().st_size > 10_000

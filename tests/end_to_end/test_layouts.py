@@ -1,4 +1,4 @@
-"""Layouts through the command line: measured beside the plan, traced and drawn."""
+"""Tests of layouts through the command line: measured, compared with the plan, traced, drawn."""
 
 import pathlib
 

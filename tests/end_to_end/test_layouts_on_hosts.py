@@ -1,4 +1,4 @@
-"""A run over two hosts with a link between them is the run of one process, under every layout."""
+"""Tests that runs over two linked hosts match a run of one process, under every layout."""
 
 import pathlib
 import subprocess

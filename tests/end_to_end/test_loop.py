@@ -1,4 +1,4 @@
-"""``paceline loop`` as a user types it: on paper, for real, and killed on the way."""
+"""Tests of ``paceline loop`` as typed by a user: dry runs, real runs, and runs that are killed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _CLUSTER = ("loop", "--budget", "1e25", "--devices", "16384", "--exploration", "
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with tokens and a config."""
+    """Returns a directory with tokens and a config."""
     place = tmp_path_factory.mktemp("loop")
     prepare_text(place, "run.toml")
     return place
@@ -98,7 +98,7 @@ def test_a_loop_killed_at_random_moments_comes_to_an_end(
         assert wrong == []
         events = (run / "metrics.jsonl").read_text()
         assert events.count('"name":"finished"') == 1
-    # What had ended before the last kill was not touched again.
+    # Runs that had ended before the last kill were not touched again.
     assert all(path.stat().st_mtime_ns == changed for path, changed in ended.items())
     again = subprocess.run(
         command, cwd=place, env=environment, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""The tutorial of the loop: its commands run as they are printed, to a page and a sample."""
+"""Tests that the loop tutorial's commands run as printed, to a page and a sample."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Memory by what it holds through the command line, against sizes computed by hand."""
+"""Tests of memory by category through the command line, against sizes computed by hand."""
 
 import pathlib
 
@@ -12,11 +12,11 @@ SMALL = [
     *("--num-heads", "2", "--batch", "2", "--context", "32", "--warmup", "1", "--steps", "2"),
     "--json",
 ]
-# Two blocks of four square matrices, three of 64 by 2048 and two norms; a last norm; embedding and
-# output layer of 256 bytes by 64.
+# Two blocks of four square matrices, three of 64 x 2048 and two norms; a final norm; embedding and
+# output layer of 256 x 64.
 TENSORS = 2 * 9 + 3
 PARAMETERS = 2 * (4 * 64**2 + 3 * 64 * 2048 + 2 * 64) + 64 + 2 * 256 * 64
-# Cosine and sine of 16 angles at 2048 positions; tokens and targets.
+# Cosines and sines of 16 angles at 2048 positions; tokens and targets.
 BUFFERS = 2 * 2048 * 16 * 4 + 2 * 2 * 32 * 8
 CATEGORIES = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
@@ -52,7 +52,7 @@ def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
     assert _bytes(measured["torch_ddp"], "before_step")[:4] == [
         *(4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS + 4 * TENSORS, BUFFERS)
     ]
-    # Each of two ranks has half of the moments, and counts the steps of what it has.
+    # Each of two ranks has half of the moments, and step counters for its own tensors.
     flat = _bytes(measured["sharded_optimizer"], "before_step")
     assert flat[:2] == [4 * PARAMETERS, 4 * (PARAMETERS + TENSORS)]
     assert 0 < flat[2] - 4 * PARAMETERS <= 4 * TENSORS
@@ -63,7 +63,7 @@ def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
         shards = _bytes(measured[name], "before_step")
         assert shards[0] == 2 * PARAMETERS
         assert shards[2] == 4 * PARAMETERS + 4 * TENSORS
-        # Ours has a number per tensor behind a layer's gradients: how many ranks had one.
+        # fully_sharded appends, per tensor, how many ranks had a gradient.
         numbers = shards[1] - 2 * PARAMETERS
         assert 4 * TENSORS <= numbers <= 16 * TENSORS if name == "fully_sharded" else not numbers
         assert _bytes(measured[name], "after_init")[0] == 2 * PARAMETERS
@@ -81,7 +81,7 @@ def test_predictions_stand_beside_what_they_predict(tmp_path: pathlib.Path) -> N
         for instant in ("after_init", "before_step", "after_step"):
             name = f"peak_{instant}_bytes"
             expected = prediction.metrics[name].value
-            # Whatever has no buckets releases and makes gradients at once.
+            # Without buckets, gradients are allocated and freed one by one.
             tolerance = 0.05 if prediction.case["strategy"] == "none" else 1e-4
             assert actual.metrics[name].value == pytest.approx(expected, rel=tolerance)
 

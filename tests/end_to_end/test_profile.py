@@ -1,4 +1,4 @@
-"""Profiles through the command line: records, pictures and traces, also in the lab."""
+"""Tests of profiles through the command line, also in the lab: records, figures and traces."""
 
 import json
 import pathlib
@@ -47,7 +47,7 @@ def test_strategies_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
     flat = [r for r in timelines if r.case["strategy"] == "flat"]
     assert all(len(r.metrics["message_start_s"].samples) == 1 for r in flat)
     for record in timelines:
-        # Of messages that are under way together each has its own, so the sum may be more.
+        # Messages in flight together each count their exposed time, so the sum may be larger.
         exposed = record.metrics["message_exposed_s"].samples
         assert sum(exposed) >= 0.999 * record.metrics["drawn_exposed_s"].value
     assert {path.name for path in out.iterdir()} == {
@@ -69,7 +69,7 @@ def test_profiles_work_in_the_lab(tmp_path: pathlib.Path) -> None:
     _require_parts(records)
     (first, _second) = by_kind(records, "timeline")
     assert first.case["link_rate_bits_per_s"] == 50e6
-    # At this rate a flat step is mostly waiting, and the trace and the container agree on it.
+    # At this rate a flat step mostly waits, and the trace agrees with the container's report.
     exposed, reported = (
         first.metrics[name].value for name in ("exposed_communication_s", "reported_exposed_s")
     )

@@ -1,4 +1,4 @@
-"""What the README shows is what its commands print, and what its records say."""
+"""Tests that the README matches the output of its commands and its records."""
 
 import io
 import pathlib
@@ -18,7 +18,7 @@ LEFT_OUT = "..."
 
 
 def _sessions() -> dict[str, list[str]]:
-    """Returns the output that the README shows of each command."""
+    """Returns the output that the README shows for each command."""
     found: dict[str, list[str]] = {}
     for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL):
         command = ""

@@ -1,4 +1,4 @@
-"""A run whose replicas are killed: the others train on, and lost ones come back and heal."""
+"""Tests of a run whose replicas are killed: others keep training, lost ones rejoin and heal."""
 
 import contextlib
 import json
@@ -70,7 +70,7 @@ def _losses(out: pathlib.Path) -> list[float]:
 
 
 def _num_live(out: pathlib.Path) -> int:
-    """Returns how many replicas took part when that was last said."""
+    """Returns the most recently reported number of live replicas."""
     said = [row["message"] for row in _rows(out) if row["kind"] == "event"]
     found = re.findall(r"(\d+) of 2 (?:replicas|from step)", "\n".join(said))
     return int(found[-1]) if found else 0
@@ -85,10 +85,10 @@ def _wait(running: "subprocess.Popen[str]", until: Callable[[], bool]) -> None:
 
 
 def _listens_on(pid: int) -> set[str]:
-    """Returns the addresses that a process accepts connections on, as the kernel writes them."""
+    """Returns the addresses that a process listens on, in the kernel's notation."""
     links = set()
     for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # Closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):  # Closed in the meantime.
             links.add(str(path.readlink()))
     rows = [
         line.split()

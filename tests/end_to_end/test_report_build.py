@@ -1,4 +1,4 @@
-"""``paceline report build`` as a user runs it, and its page in a browser."""
+"""Tests of ``paceline report build`` as run by a user, and of its page in a browser."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WIDTHS = (1280, 390)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A report of the committed records, made by the command."""
+    """Returns a report of the committed records, built by the command."""
     directory = tmp_path_factory.mktemp("report")
     with (directory / "store.jsonl").open("wb") as store:
         for path in sorted((ROOT / "results").glob("*.jsonl")):
@@ -53,7 +53,7 @@ def test_the_page_fits_a_desk_and_a_phone(built: pathlib.Path, tmp_path: pathlib
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser to open the page in; install one of {', '.join(BROWSERS)}")
-    # The page itself may run nothing, so another one measures it, in frames of both widths.
+    # The page itself may not run scripts, so another page measures it in frames of both widths.
     frames = "".join(
         f'<iframe src="{(built / "report.html").as_uri()}" width="{width}" height="900" '
         'style="border:0"></iframe>'

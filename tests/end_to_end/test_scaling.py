@@ -1,4 +1,4 @@
-"""``paceline scaling`` through its real entry point, in a process of its own."""
+"""Tests of ``paceline scaling`` through its real entry point, in a subprocess."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def test_design_proposes_and_buys(tmp_path: pathlib.Path) -> None:
     assert result.returncode == 0, result.stderr
     assert service.flops_used <= 3e17
     assert "best N at 1e+19 FLOPs" in result.stderr
-    # What was bought is a sweep that can be fitted.
+    # The bought runs form a sweep that can be fitted.
     (tmp_path / "bought.jsonl").write_text(result.stdout)
     lost = subprocess.run([*script, "nowhere", *common], capture_output=True, text=True)
     assert lost.returncode == 2

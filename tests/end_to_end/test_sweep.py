@@ -1,4 +1,4 @@
-"""``paceline sweep`` as a user types it: planned, killed, gone on with."""
+"""Tests of ``paceline sweep`` as typed by a user: planned, killed and resumed."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ _SWEEP = ("sweep", "base.toml", "--target", "8e12", "--json")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with tokens and a config."""
+    """Returns a directory with tokens and a config."""
     place = tmp_path_factory.mktemp("sweep")
     prepare_text(place, "base.toml")
     return place
@@ -58,8 +58,10 @@ def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) ->
         assert steps * row["batch_tokens"] == row["tokens"]
         events = (directory / "metrics.jsonl").read_text()
         assert events.count('"name":"finished"') == 1
+        num_starts = events.count('"name":"started"')
+        assert row["is_resumed"] == (num_starts > 1)
         if row["name"] in ended:
-            assert events.count('"name":"started"') == 1
+            assert num_starts == 1
     again = paceline(place, *_SWEEP)
     assert again.stdout == whole.stdout
     assert len(read_sweep(place / "sweep" / "runs.jsonl")) == len(rows) - 11

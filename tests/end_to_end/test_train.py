@@ -1,4 +1,4 @@
-"""``paceline train`` as a user types it: trained, killed, resumed."""
+"""Tests of ``paceline train`` as typed by a user: trained, killed and resumed."""
 
 import contextlib
 import json
@@ -142,7 +142,7 @@ def test_twenty_kills_of_one_rank_change_nothing(place: pathlib.Path) -> None:
     num_kills = num_in_saves = 0
     for _ in range(60):
         running = _start(place, *command, "--set", "out=often-killed")
-        # Most get past the next checkpoint; some are met while a save is half-written.
+        # Most runs get past the next checkpoint; some are killed while a save is half-written.
         target = _last_step(out) + chance.randint(1, 12)
         wants_save = chance.random() < 0.4
         while running.poll() is None and num_kills < 20:
@@ -289,7 +289,7 @@ def test_a_terminal_shows_a_panel_of_several_ranks(place: pathlib.Path) -> None:
     )
     os.close(own_end)
     shown = b""
-    with contextlib.suppress(OSError):  # What the end of a terminal is on Linux.
+    with contextlib.suppress(OSError):  # Raised at the end of a terminal on Linux.
         while part := os.read(terminal, 65536):
             shown += part
     os.close(terminal)

@@ -1,4 +1,4 @@
-"""The tutorial's commands run as they are printed, one after the other."""
+"""Tests that the tutorial's commands run as printed, one after the other."""
 
 import os
 import pathlib

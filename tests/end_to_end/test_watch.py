@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped is named by the others, with stacks, in one message."""
+"""Tests that a killed or stopped rank is named by the others, with stacks, in one message."""
 
 import json
 import os

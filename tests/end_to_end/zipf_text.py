@@ -1,4 +1,4 @@
-"""Text whose words follow Zipf's law, as tokens, with a config of runs on it."""
+"""Tokens of text whose words follow Zipf's law, and a config for runs on them."""
 
 import pathlib
 import random
@@ -7,7 +7,7 @@ from tests.processes import paceline
 
 
 def prepare_text(place: pathlib.Path, config: str) -> None:
-    """Writes tokens, and a config of that name, into a directory."""
+    """Writes tokens, and a config named `config`, into a directory."""
     chance = random.Random(0)
     words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 8))) for _ in range(2000)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]

@@ -1,11 +1,11 @@
-"""The files of this checkout that belong to the project."""
+"""Lists the files of this checkout that belong to the project."""
 
 import pathlib
 import subprocess
 
 
 def project_files(folder: pathlib.Path, pattern: str = ".") -> list[str]:
-    """Returns the names below a folder that are tracked, or would be when added."""
+    """Returns the paths below a folder that git tracks or would add."""
     return subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Records for tables and plots, made without measuring anything."""
+"""Synthetic records for tests of tables, plots and reports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from paceline.reports.evidence.profile_runs import subject_of
 
 ENVIRONMENT = capture_environment()
 Numbers = Mapping[str, float | Sequence[float]]
-"""Metrics by name: each a number, or samples."""
+"""Metrics by name; each is one number or a sequence of samples."""
 
 
 def _metrics(numbers: Numbers) -> dict[str, Metric]:
@@ -29,7 +29,7 @@ def make_record(
     environment: Environment = ENVIRONMENT,
     **case: Any,
 ) -> Record:
-    """A record whose case is "x" wherever nothing else is said."""
+    """Returns a record; fields of its join key that `case` does not set are "x"."""
     return Record(
         kind=kind,
         case=dict.fromkeys(find_kind(case.get("predicts", kind)).join_key, "x") | case,
@@ -41,7 +41,7 @@ def make_record(
 
 
 def prediction_of(measured: Record, numbers: Numbers) -> Record:
-    """What was predicted of a measured case."""
+    """Returns a prediction for the case of a measured record."""
     case = {"predicts": measured.kind, **measured.case}
     return msgspec.structs.replace(
         measured, kind="prediction", case=case, metrics=_metrics(numbers)
@@ -94,7 +94,7 @@ def attention_record(context: int, head_dim: int = 64, **case: Any) -> Record:
 
 
 def kernel_record(registers: float = 99, *, outcome: Any = "ok", **changes: Any) -> Record:
-    """A Triton kernel with a ceiling of a two-hundredth for each register; numbers may change."""
+    """Returns a Triton kernel with a ceiling of registers / 200; `changes` override any of it."""
     numbers = {
         "registers": registers,
         "spill_bytes": 0,
@@ -115,7 +115,7 @@ def communication_record(size_bytes: int, world_size: int, **case: Any) -> Recor
 
 
 def timeline_record(strategy: str, rank: int, *, exposed_s: float) -> Record:
-    """A step of 0.1 s of forward, 0.2 of backward, a wait, and 0.02 of the optimizer."""
+    """Returns a step: 0.1 s forward, 0.2 s backward, `exposed_s` of waiting, 0.02 s optimizer."""
     end = 0.3 + exposed_s
     spans = {
         "compute": ((0.0, 0.3), (end, end + 0.02)),
@@ -136,7 +136,7 @@ def timeline_record(strategy: str, rank: int, *, exposed_s: float) -> Record:
 def optimizer_record(
     strategy: str, sizes_mib: tuple[int, ...], *, is_prediction: bool = False, **case: Any
 ) -> Record:
-    """A strategy with the same memory at all three instants."""
+    """Returns a strategy with the same memory at all three instants."""
     parts = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
     numbers: dict[str, float | Sequence[float]] = {}
     for instant in ("after_init", "before_step", "after_step"):
@@ -171,7 +171,7 @@ def memory_record(**case: Any) -> Record:
 
 
 Ranges = Mapping[str, Mapping[tuple[str, str], tuple[float, float, float]]]
-"""Seconds, calls and operations by range, kind of work and operator."""
+"""Seconds, calls and FLOPs by range, kind of work and operator."""
 
 EARLY, LATE = "2026-01-01T10:00:00+00:00", "2026-01-02T10:00:00+00:00"
 SIZES = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -190,7 +190,7 @@ def profile_environment(machine: str = "laptop", time: str = EARLY) -> Environme
 
 
 def operator_rows(ranges: Ranges, subject: str, environment: Environment) -> list[Record]:
-    """Rows as a profile writes them: by kind, by operator, and for the whole step."""
+    """Returns rows as a profile writes them: by kind, by operator, and for the whole step."""
     phases = [(key, row) for name in TRAIN for key, row in ranges.get(name, {}).items()]
     by_range = {name: list(rows.items()) for name, rows in ranges.items()}
     records = []
@@ -217,7 +217,7 @@ def profile(
     expected: Mapping[str, float] | None = None,
     **case: Any,
 ) -> list[Record]:
-    """All records of a run that the answers use, as a profile of a second's step writes them."""
+    """Returns the records that answers use, as a profile of a one-second step writes them."""
     environment = profile_environment(machine, time)
     phase = "train" if "backward" in ranges else "forward"
     memory = memory_record(**{**MODEL, "hardware": machine, "phase": phase, **case})
@@ -238,7 +238,7 @@ def profile(
 
 
 def pipeline_record(layout: str, **case: Any) -> Record:
-    """Two ranks, two micro-batches."""
+    """Returns a pipeline of two ranks and two micro-batches."""
     lanes: dict[str, list[float]] = {}
     for phase, starts in {
         "forward": (0.0, 0.1, 0.1, 0.4),

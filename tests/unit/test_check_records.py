@@ -1,4 +1,4 @@
-"""The file that the owner of a GPU sends: a record for every check, whatever became of it."""
+"""Tests that `tests.check_records` writes a record of every test, regardless of its outcome."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""course/README.md answers every problem of the hand-outs, with what was measured or calculated."""
+"""Tests that course/README.md answers every problem of the hand-outs, with current figures."""
 
 import functools
 import pathlib
@@ -22,8 +22,8 @@ from paceline.records.kinds import PREDICTION
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "course" / "README.md").read_text(encoding="utf-8")
 
-# Every problem of the two courses' hand-outs, and what a right answer cannot be given without.
-# Figures that come from a record or from a formula of ours are not here but in MEASURED.
+# Every problem of the two courses' hand-outs, and the phrases that its answer must contain.
+# Figures from records or from our formulas are in MEASURED instead.
 PROBLEMS = {
     "benchmarking_script": ("allocates its moments", "launches", "not synchronised"),
     "nsys_profile": ("253 = 7 × 36 + 1", "Softmax", "permission"),  # noqa: RUF001
@@ -78,7 +78,7 @@ def _records(store: str) -> list[Record]:
 
 
 def _value(store: str, metric: str, **case: CaseValue) -> float:
-    """Returns a metric of the one record of a store whose case has these fields."""
+    """Returns a metric of the only record in a store whose case has these fields."""
     (record,) = (
         record
         for record in _records(store)
@@ -308,7 +308,7 @@ def _scaling_laws() -> list[str]:
     ]
 
 
-# What the committed records, or our formulas, say in the words of the page.
+# Functions that phrase committed records and results of our formulas as the page does.
 MEASURED: dict[str, Callable[[], list[str]]] = {
     "benchmarking_script": _benchmarking_script,
     "memory_profiling": _memory_profiling,

@@ -1,8 +1,8 @@
-"""Every command line that a page prints is one that Paceline understands, on models that exist.
+"""Tests that every documented command line parses and names existing models.
 
-Printed are the lines of fenced blocks, whatever their language, and the code spans that begin with
-``paceline`` in tables and in the course map's lists of what to run. Verbs that running text merely
-names are not commands.
+It checks lines of fenced blocks in any language, and code spans that begin with ``paceline`` in
+tables and in the course map's "Run" entries. It does not check commands that running text only
+mentions.
 """
 
 import pathlib
@@ -20,14 +20,14 @@ PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))),
     *(ROOT / "course" / "README.md", ROOT / "results" / "README.md"),
 ]
-# These leave before anything is parsed, and the last one writes a file.
+# These exit before anything is parsed, and the last one writes a file.
 _NOT_PARSED = ("--version", "--help", "--tyro-write-completion")
-# What stands for the reader's own words: capitals, or an ellipsis.
+# Placeholders for the reader's own values: capitals, or an ellipsis.
 _PLACEHOLDER = re.compile(r"^[A-Z]+$|\.\.\.|…")
 
 
 def _commands(text: str) -> list[str]:
-    """Returns the shell's lines of a page's fenced blocks and the commands of its lists."""
+    """Returns the shell lines of a page's fenced blocks, and the commands of tables and lists."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     found = []
     for language, block in blocks:
@@ -42,7 +42,7 @@ def _commands(text: str) -> list[str]:
 
 
 def _invocations(command: str) -> list[list[str]]:
-    """Returns the arguments of every `paceline` in a command, those that it starts included."""
+    """Returns the arguments of every `paceline` in a command, including nested ones."""
     command = re.sub(r'^eval "\$\((.*)\)"$', r"\1", command)
     words = shlex.split(command, comments=True)
     for operator in ("|", ">", "&&", "&"):
@@ -56,7 +56,7 @@ def _invocations(command: str) -> list[list[str]]:
 
 
 def _models(arguments: list[str]) -> list[str]:
-    """Returns the values of every --model, of which several may follow one flag."""
+    """Returns the values of every --model flag, which may take several."""
     models: list[str] = []
     collecting = False
     for word in arguments:

@@ -1,4 +1,4 @@
-"""Docs and records cannot part: what is generated is what is committed."""
+"""Tests that the committed tables and pictures of the docs match what the scripts generate."""
 
 import importlib.util
 import pathlib

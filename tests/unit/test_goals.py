@@ -1,4 +1,4 @@
-"""``paceline`` alone: what one can do, by goal, in commands that parse."""
+"""Tests of ``paceline`` alone, which lists commands by goal, and of unknown commands."""
 
 import shlex
 

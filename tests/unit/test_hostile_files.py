@@ -1,4 +1,4 @@
-"""Damaged files end in one line that names the trouble; `scripts/hostile_files.py` has more."""
+"""Tests that damaged files give one-line errors; `scripts/hostile_files.py` tries more of them."""
 
 import pathlib
 
@@ -17,7 +17,7 @@ def test_no_damage_leads_to_a_traceback(subject: str, tmp_path: pathlib.Path) ->
 def test_what_is_not_damaged_is_read_as_far_as_its_example_goes(
     subject: str, tmp_path: pathlib.Path
 ) -> None:
-    """Damage is tried on files that a reader looks into, not on ones that it refuses at once."""
+    """Checks that readers accept undamaged examples, so that damage gets past the first check."""
     if subject.endswith("manifest"):
         pytest.skip("a manifest's digest refuses anything that was not saved")
     name, make, read = FILES[subject]

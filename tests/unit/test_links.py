@@ -1,4 +1,4 @@
-"""Every link of the documentation leads somewhere."""
+"""Tests that every local link of the documentation has a target."""
 
 import pathlib
 import re
@@ -18,7 +18,7 @@ def _pages() -> list[str]:
 
 
 def _anchors(page: pathlib.Path) -> set[str]:
-    """Returns the fragments of a page's headings, as mkdocs and code hosts make them."""
+    """Returns the anchors of a page's headings, as mkdocs and code hosts derive them."""
     text = _CODE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]

@@ -1,4 +1,4 @@
-"""The project keeps the shape that it shows: layers, exports, tree, and a light start."""
+"""Tests of the project's structure: imports, exports, documented tree and sizes of files."""
 
 import ast
 import collections
@@ -213,7 +213,7 @@ def test_the_documented_tree_is_the_tree_on_disk() -> None:
 
 
 def _import_graph() -> dict[str, set[str]]:
-    """Every file of the package and the files that it imports, anywhere in it."""
+    """Returns every module of the package and the modules that it imports, also in functions."""
     paths = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
         for path in PACKAGE.rglob("*.py")
@@ -233,7 +233,7 @@ def _import_graph() -> dict[str, set[str]]:
 def test_no_two_files_import_each_other() -> None:
     graph = _import_graph()
     assert len(graph) > 200
-    graphlib.TopologicalSorter(graph).prepare()  # Names the files of a cycle.
+    graphlib.TopologicalSorter(graph).prepare()  # Raises an error that names the cycle.
 
 
 def test_no_folder_is_crowded() -> None:
@@ -256,12 +256,12 @@ def test_files_stay_small() -> None:
 
 
 _OPTIONAL = ("torchft",)
-"""Modules of extras that modules of the package need, and that may not be installed."""
+"""Modules of optional extras that the package imports and that may not be installed."""
 
 
 @pytest.mark.parametrize("folder", ["course", "examples", "scripts"])
 def test_programs_import_names_that_the_package_has(folder: str) -> None:
-    """Types are checked in the package alone, so a moved name would be found late here."""
+    """Checks imports of code that the type checker does not cover."""
     for name in project_files(ROOT / folder, "*.py"):
         for node in ast.walk(ast.parse((ROOT / folder / name).read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):

@@ -1,4 +1,4 @@
-"""The public names are all in the reference, and documented to the last argument."""
+"""Tests that the reference lists every public name, and that every argument is documented."""
 
 import ast
 import functools
@@ -33,7 +33,7 @@ def _is_stub(definition: Definition) -> bool:
 
 
 def _definition(module: str, name: str) -> Definition | None:
-    """Finds a class or function through the imports of a room; None for what is neither."""
+    """Returns a class or function, following imports; None for any other name."""
     for node in _module(module).body:
         is_here = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
         if is_here and not _is_stub(node):
@@ -57,14 +57,14 @@ def _arguments(function: ast.FunctionDef) -> list[str]:
 
 
 def _unexplained(function: ast.FunctionDef, text: str) -> list[str]:
-    """Returns the arguments that a docstring neither lists nor names."""
+    """Returns the arguments that a docstring does not mention."""
     return [
         name for name in _arguments(function) if f"{name}:" not in text and f"`{name}`" not in text
     ]
 
 
 def _fields_without_text(definition: ast.ClassDef, text: str) -> list[str]:
-    """Returns the fields of a dataclass or struct that no line below them explains."""
+    """Returns the fields of a dataclass or struct that have no documentation."""
     body = definition.body
     return [
         node.target.id

@@ -1,4 +1,4 @@
-"""What a release is made of agrees with itself."""
+"""Tests that the version, dependencies, CI jobs and templates of a release are consistent."""
 
 import ast
 import importlib.metadata
@@ -17,9 +17,9 @@ import paceline
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 _MODULES = {"mlflow-skinny": "mlflow"}
-"""Packages whose module has another name."""
+"""Packages whose module name differs from the package name."""
 _IMPORTED_BY_OTHERS = {"alembic", "sqlalchemy", "tensorboard"}
-"""Of which mlflow and torch make use."""
+"""Packages that only mlflow and torch import."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -60,7 +60,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
 
 
 def _hosted_commands() -> dict[str, str]:
-    """What each hosted job runs, every value of its matrix put in."""
+    """Returns the commands of each hosted job, with every value of its matrix filled in."""
     commands = {}
     for name, job in _read_yaml(".github/workflows/ci.yml")["jobs"].items():
         lines = "\n".join(step.get("run", "") for step in job["steps"])

@@ -1,4 +1,4 @@
-"""The page that says where to change what leads to files that exist."""
+"""Tests that docs/where.md, which maps tasks to files, names existing files."""
 
 import pathlib
 import pkgutil
@@ -14,7 +14,7 @@ ROWS = [
     if line.startswith("| ") and not line.startswith(("| ---", "| I want"))
 ]
 GUESSES = {
-    # What a newcomer looks for, and a word of the path that they would look under.
+    # A word that a newcomer would search for, and the path that contains it.
     "bucket": "parallel/buckets.py",
     "step": "prediction/step.py",
     "strategies": "reports/plots/strategies.py",

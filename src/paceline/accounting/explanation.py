@@ -1,7 +1,7 @@
-"""Results that show their working: what was assumed, each formula, and the numbers put in.
+"""Results that show their work: assumptions, formulas, and the numbers substituted into them.
 
-A figure without its working cannot be checked, and most wrong answers to questions of memory and
-bandwidth differ from the right ones by an assumption that nobody wrote down.
+A figure without its derivation cannot be checked. Most wrong answers about memory and bandwidth
+differ from the right ones by an unstated assumption.
 """
 
 import dataclasses
@@ -13,24 +13,24 @@ import numpy as np
 from paceline.core.units import format_count
 
 _SUM, _PRODUCT, _ATOM = 1, 2, 4
-"""How tightly parts of a formula bind; in between lies what stands right of - or /."""
+"""Precedence of operators in a formula; the right operand of - or / needs one more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkedLine:
-    """One line of working."""
+    """One line of a derivation."""
 
     formula: str
-    """In symbols."""
+    """The formula in symbols."""
     numbers: str
-    """The same with numbers put in."""
+    """The formula with numbers substituted."""
     result: str
-    """What comes out, with its unit."""
+    """The result, with its unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A question, its answers, and how they come about."""
+    """A question, its answers, and their derivation."""
 
     question: str
     assumptions: tuple[str, ...]
@@ -39,7 +39,7 @@ class Explanation:
     """The answers as numbers, named like metrics, units in their names."""
 
     def render(self) -> str:
-        """Returns the working as text."""
+        """Returns the derivation as text."""
         lines = [self.question, *(f"  assuming {assumption}" for assumption in self.assumptions)]
         for step in self.steps:
             lines.append(f"  {step.formula}")
@@ -49,11 +49,10 @@ class Explanation:
 
 
 class Quantity:
-    """A value that knows its formula: what the code computes is what the working shows.
+    """A value with its formula, so that the derivation shown is the one computed.
 
-    Sums, differences, products and quotients of quantities compute values, numbers as well as
-    arrays, and remember how. The text is made when it is asked for; `show` formats a number, or an
-    array's first entry.
+    Sums, differences, products and quotients of quantities compute on numbers or arrays, and record
+    the formula. Text is built on demand; `show` formats a number, or an array's first entry.
     """
 
     def __init__(self, value: Any, name: str, show: Callable[[float], str] = format_count) -> None:
@@ -65,12 +64,12 @@ class Quantity:
 
     @property
     def formula(self) -> str:
-        """The formula in names."""
+        """The formula in symbols."""
         return self._write(False)
 
     @property
     def numbers(self) -> str:
-        """The formula with numbers put in."""
+        """The formula with numbers substituted."""
         return self._write(True)
 
     def __add__(self, other: "Quantity") -> "Quantity":
@@ -87,7 +86,7 @@ class Quantity:
 
     @staticmethod
     def choose(condition: Any, chosen: "Quantity", otherwise: "Quantity") -> "Quantity":
-        """Takes one where the condition holds, and the other elsewhere."""
+        """Returns `chosen` where the condition holds, and `otherwise` elsewhere."""
         shown = chosen if first_number(condition) else otherwise
         result = Quantity(np.where(condition, chosen.value, otherwise.value), "")
         result._binding = min(chosen._binding, otherwise._binding)

@@ -1,14 +1,13 @@
 """Floating-point operations per token, in the two conventions in use.
 
-A multiply and an add count as two operations. Every weight that a token meets costs 2
-forward and 4 backward (the gradient of the input and of the weight), hence the well-known
-6 N. Attention's two matmuls cost 4 s per channel forward, where s is
-the context length. The first convention counts all s keys for every query, as PaLM (Chowdhery
-et al. 2022, appendix B) and Megatron do; the second counts only the half that a causal mask
-leaves. Norms, softmax, rotations and the optimizer are not counted in either.
+A multiply and an add count as two operations. Every weight that multiplies a token costs 2 forward
+and 4 backward (the gradients of input and weight), hence the well-known 6 N. Attention's two
+matmuls cost 4 s per channel forward, where s is the context length. The first convention counts all
+s keys for every query, as PaLM (Chowdhery et al. 2022, appendix B) and Megatron do; the second
+counts only the half that a causal mask leaves visible. Norms, softmax, rotations and the optimizer
+are not counted in either.
 
-Model FLOPs leave recomputation out, so that MFU rewards not doing it; hardware FLOPs (HFU)
-include it.
+Model FLOPs exclude recomputation, so recomputing lowers MFU; hardware FLOPs (HFU) include it.
 """
 
 import dataclasses
@@ -26,20 +25,20 @@ class FlopsPerToken:
     """Operations for one token of a sequence, averaged over its positions."""
 
     forward: float
-    """Of the forward pass."""
+    """FLOPs of the forward pass."""
     backward: float
-    """Of the backward pass."""
+    """FLOPs of the backward pass."""
     recomputation: float
-    """Of activations that are computed a second time; 0 without checkpointing."""
+    """FLOPs of recomputed activations; 0 without checkpointing."""
 
     @property
     def model(self) -> float:
-        """Forward and backward, nothing recomputed: what MFU counts."""
+        """FLOPs of forward and backward without recomputation, as MFU counts them."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> float:
-        """Everything that is executed: what HFU counts."""
+        """All FLOPs executed, as HFU counts them."""
         return self.model + self.recomputation
 
 
@@ -50,12 +49,12 @@ def flops_per_token(
     convention: AttentionConvention = "full",
     activation_checkpointing: ActivationCheckpointing = "none",
 ) -> FlopsPerToken:
-    """Counts the operations that training on one token takes.
+    """Counts the FLOPs of training on one token.
 
     Args:
         shape: The model's dimensions.
-        context_length: Tokens of a sequence.
-        convention: full counts all scores, causal the half that a mask leaves.
+        context_length: Tokens per sequence.
+        convention: full counts all scores; causal counts only those that a mask leaves visible.
         activation_checkpointing: full if each block's activations are recomputed in backward.
     """
     parameters = count_parameters(shape)

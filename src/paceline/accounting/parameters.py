@@ -1,7 +1,7 @@
-"""How many parameters a shape has, by what they are for.
+"""Parameter counts of a model shape, by role.
 
-Invariant, held by tests: for every shape that `TransformerLM` builds, `total` equals the
-number of elements of its parameters, tied ones counted once.
+Invariant, checked by tests: for every shape that `TransformerLM` builds, `total` equals the number
+of elements of its parameters, tied ones counted once.
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ class ParameterCount:
     """Parameters of a whole model, by role."""
 
     embedding: int
-    """One row per word of the vocabulary."""
+    """Token embedding, one row per vocabulary entry."""
     positions: int
-    """Learned positions; 0 where positions are rotary."""
+    """Learned position embeddings; 0 with rotary positions."""
     attention: int
     """Weights of the query, key, value and output projections, all layers."""
     feed_forward: int
     """Weights of the feed-forward matrices, all layers."""
     biases: int
-    """Of all layers; 0 where there are none."""
+    """Biases of all layers; 0 without biases."""
     norms: int
     """Scales and shifts of all norms."""
     head: int
-    """Weights that only the output layer has; 0 when it is tied to the embedding."""
+    """Weights of the output layer; 0 if tied to the embedding."""
     matmul: int
-    """Weights that every token is multiplied with: blocks and output layer, tied or not."""
+    """Weights that multiply every token: blocks and output layer, tied or not."""
 
     @property
     def total(self) -> int:
-        """All parameters, tied ones once; `matmul` counts some of the other fields again."""
+        """All parameters, tied ones counted once; without `matmul`, which overlaps other fields."""
         total: int = sum(dataclasses.astuple(self)) - self.matmul
         return total
 
@@ -63,9 +63,9 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
 
 
 def block_parameters(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns rows and columns of every parameter of a block of `TransformerLM`, in its order.
+    """Returns rows and columns of every parameter of a `TransformerLM` block, in model order.
 
-    Rows are what a matrix gives, columns what it takes; a norm's scale has one column.
+    Rows are a matrix's outputs, columns its inputs; a norm's scale has one column.
     """
     width, hidden = shape.d_model, shape.d_ff
     queries, keys = shape.attention_width, shape.key_value_width

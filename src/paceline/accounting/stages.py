@@ -1,15 +1,15 @@
-"""Which blocks of a model each stage of a pipeline has.
+"""Assignment of a model's blocks to pipeline stages.
 
 With p ranks and v virtual stages on each, stage s of p v is on rank s mod p. A pipeline is as fast
-as its slowest rank, so blocks are handed out one by one to the rank that has least to do, where
+as its slowest rank, so blocks are assigned one by one to the rank with the least work, where
 
     work = matmul FLOPs + 64 elements
 
-per token, forward and backward, of the stage's blocks, with the embedding in the first stage and
-the final norm, the head and the loss in the last. Elements are the numbers that elementwise
-operations read and write (`paceline.accounting.step_work`). One takes as long as 25 to 75 FLOPs of
-a matmul on a core of a CPU, as calibrated, and some 600 on an H100 in bf16 by its data sheet. The
-factor is that of a CPU: for a GPU, elementwise work counts too little.
+covers forward and backward of one token through the stage's blocks. The first stage also has the
+embedding; the last has the final norm, the head and the loss. Elements are the numbers that
+elementwise operations read and write (`paceline.accounting.step_work`). One element takes as long
+as 25 to 75 matmul FLOPs on a CPU core, by calibration, and about 600 on an H100 in bf16, by its
+data sheet. The factor fits CPUs; on GPUs it underestimates elementwise work.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ _FLOPS_PER_ELEMENT = 64
 def divide_into_stages(
     shape: ModelShape, context_length: int, num_ranks: int, interleave: int = 1
 ) -> tuple[range, ...]:
-    """Returns the blocks of every stage, in the order of the model.
+    """Returns the blocks of every stage, in model order.
 
     Args:
         shape: The model's dimensions.
-        context_length: Tokens of a sequence, which decide what attention costs.
-        num_ranks: Ranks of the pipeline.
+        context_length: Tokens per sequence, which determine the cost of attention.
+        num_ranks: Ranks in the pipeline.
         interleave: Virtual stages on each rank.
     """
     num_stages = num_ranks * interleave
@@ -46,7 +46,7 @@ def divide_into_stages(
     num_blocks = [1] * num_stages
 
     def load(stage: int) -> tuple[float, float, int]:
-        # A later stage keeps fewer micro-batches in flight, so that it is given the odd block.
+        # Ties go to the later stage, which keeps fewer micro-batches in flight.
         return sum(work[stage % num_ranks :: num_ranks]), work[stage], -stage
 
     for _ in range(shape.num_layers - num_stages):
@@ -59,7 +59,7 @@ def divide_into_stages(
 
 def _work(shape: ModelShape, context_length: int, segments: Sequence[ModelSegment]) -> float:
     """Returns the work of segments for one token, in FLOPs, forward and backward."""
-    # A causal mask leaves half of the scores, each of which is a product and a weighted value.
+    # A causal mask leaves half of the scores; each takes part in two matmuls.
     attention = 12 * shape.attention_width * (context_length + 1) / 2
     total = 0.0
     for segment in segments:

@@ -1,24 +1,24 @@
-"""What a training step computes, segment by segment, in the order of the forward pass.
+"""Compute of a training step by segment, in forward order.
 
-A segment is what backward does in one go before the gradients of its parameters are complete. The
-segments of `paceline.models.TransformerLM`, with the numbers that its elementwise operations read
-and write (passes over elements, per token), eager in float32. d is `d_model`, a the width of all
-query heads, k that of all key heads, f `d_ff`, v the vocabulary:
+A segment is a part of the model whose parameter gradients become complete together in backward. The
+table lists the segments of `paceline.models.TransformerLM` with the numbers that their elementwise
+operations read and write (passes over elements, per token), eager in float32. d is `d_model`, a the
+total width of the query heads, k that of the key heads, f `d_ff`, v the vocabulary size:
 
-    segment              matmuls             forward          backward
+    segment            matmuls             forward          backward
     embedding                              2d               2d, and the table; four times
-                                                              if it is the head's, too
+                                                              the table if tied to the head
     norm (three kinds)                     7d               22d
     queries, keys,     d to a, d to k,     9(a + k)         12(a + k) + 6d, where the three
-      values             d to k                               meet again
+      values             d to k                               gradients are added
     attention, output  a to d, attention   2a + 3d          4a + 3d
     gate, up           d to f, twice       5f               9f + 3d
     down               f to d              3d               3d
     head and loss      d to v              3v               5v
 
-Rotations are part of queries and keys, the residual sums of what is added. A matmul costs 2 FLOPs
-per weight and token forward and 4 backward, the gradients of input and weight. Of the operators
-that are launched, those that only make a view count a third.
+Rotations count with queries and keys; a residual sum counts with the branch that it adds. A matmul
+costs 2 FLOPs per weight and token forward, and 4 backward (the gradients of input and weight). A
+launched operator that only creates a view counts as a third of one.
 """
 
 import dataclasses
@@ -39,25 +39,25 @@ class Linear(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSegment:
-    """Work of the model whose parameters' gradients are complete at the same time.
+    """A part of the model whose parameter gradients become complete at the same time.
 
-    Pairs are of forward and backward.
+    Pairs hold the values of forward and backward.
     """
 
     parameter_sizes: tuple[int, ...]
-    """Elements of its parameters, in the order of the model's."""
+    """Number of elements of each parameter, in model order."""
     elements: tuple[int, int]
     """Numbers that elementwise operations read and write per token."""
     launches: tuple[int, int]
-    """Operators that are launched."""
+    """Number of operators launched."""
     linears: tuple[Linear, ...] = ()
     has_attention: bool = False
     backward_fixed_elements: int = 0
-    """Numbers that backward reads and writes whatever the number of tokens."""
+    """Numbers that backward reads and writes, independent of the number of tokens."""
 
 
 def model_segments(shape: ModelShape) -> tuple[ModelSegment, ...]:
-    """Returns the segments of a model in the order of the forward pass."""
+    """Returns the segments of a model, in forward order."""
     require_buildable(shape)
     width, vocabulary = shape.d_model, shape.vocab_size
     table = vocabulary * width
@@ -66,7 +66,7 @@ def model_segments(shape: ModelShape) -> tuple[ModelSegment, ...]:
             parameter_sizes=(table,),
             elements=(2 * width, 2 * width),
             launches=(1, 1),
-            # A table that is also the head's has the gradients of both uses added.
+            # A table tied to the head adds up the gradients of both uses.
             backward_fixed_elements=(4 if shape.tied_embeddings else 1) * table,
         ),
         *(segment for _ in range(shape.num_layers) for segment in _block(shape)),

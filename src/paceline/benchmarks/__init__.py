@@ -1,1 +1,1 @@
-"""Measurements: cases in, records out. Stays empty, so that config loads without torch."""
+"""Measurements: cases in, records out. Kept empty, so that the configs load without torch."""

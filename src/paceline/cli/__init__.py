@@ -1,1 +1,1 @@
-"""The command line: one file per verb, heavy imports only inside what a verb runs."""
+"""The command line: one module per verb, with heavy imports inside `run` methods only."""

@@ -1,4 +1,4 @@
-"""``paceline bench``: measure, append to the store, print."""
+"""``paceline bench``: measures, appends to the store, and prints."""
 
 import dataclasses
 import pathlib
@@ -49,7 +49,7 @@ class SweepCommand(Generic[_Sweep]):
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Measures every case; fails when one failed for another reason than its size."""
+        """Measures every case; returns 1 if one failed for a reason other than its size."""
         num_cases = _num_cases(self.sweep)
         if num_cases == 0:
             raise UsageError(
@@ -70,7 +70,7 @@ class SweepCommand(Generic[_Sweep]):
         return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
     def predictions(self, records: "list[Record]") -> "Iterator[Record]":
-        """Yields what was expected of the measured cases, where a subject has a model of them."""
+        """Yields predictions for the measured cases, if the subject has a model of them."""
         yield from ()
 
 
@@ -82,7 +82,7 @@ class LayoutCommand(SweepCommand[LayoutSweep]):
     """Records of paceline calibrate on as many ranks; adds the planner's predictions."""
 
     def predictions(self, records: "list[Record]") -> "Iterator[Record]":
-        """Yields what the planner expects, if it is told what the ranks reach."""
+        """Yields the planner's predictions if a calibration is given."""
         if self.calibration is not None:
             from paceline.records import RecordStore
             from paceline.workflows.layout_predictions import layout_predictions
@@ -140,7 +140,8 @@ def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator
 
             from paceline.benchmarks.strategies.sweep import data_parallel_records
 
-            # Of the benchmarks only: under a launcher the container on this rank says the same.
+            # Enable only the benchmarks' messages: under a launcher, the container on this rank
+            # logs the same ones.
             logging.basicConfig(format="paceline: %(message)s")
             logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
             return data_parallel_records(sweep, on_progress)

@@ -1,4 +1,4 @@
-"""``paceline calibrate``: what this machine reaches on the parts of a training step."""
+"""``paceline calibrate``: measures the parts of a training step on this machine."""
 
 import dataclasses
 import pathlib
@@ -24,7 +24,7 @@ class CalibrateCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Measures, appends to the store, prints."""
+        """Measures, appends to the store, and prints."""
         from paceline.benchmarks.calibration.calibrate import calibration_records
 
         with case_progress(1) as progress:

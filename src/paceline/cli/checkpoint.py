@@ -1,4 +1,4 @@
-"""``paceline checkpoint``: which there are, whether they are intact, and their way in and out."""
+"""``paceline checkpoint``: lists, verifies, exports and imports checkpoints."""
 
 import dataclasses
 import pathlib
@@ -55,7 +55,7 @@ class VerifyCommand:
     output: OutputOptions
 
     def run(self) -> int:
-        """Prints what is wrong; exits with 1 if anything is."""
+        """Prints findings; returns 1 if there are any."""
         from paceline.training.checkpoint.errors import CheckpointError
         from paceline.training.checkpoint.places import open_place
         from paceline.training.checkpoint.verify import verify_checkpoint
@@ -90,7 +90,7 @@ class ExportCommand:
     """dtype to round the weights to; by default, they keep the dtype of the checkpoint."""
 
     def run(self) -> int:
-        """Exports."""
+        """Exports the checkpoint and prints its step and dtype."""
         from paceline.training.exchange.export import export_model
         from paceline.training.exchange.saved_model import open_saved_model
 
@@ -114,7 +114,7 @@ class ImportCommand:
     """Directory of the run to create."""
 
     def run(self) -> int:
-        """Imports; the config goes to stdout."""
+        """Imports the model and prints a config to stdout."""
         from paceline.training.exchange.import_model import import_model
         from paceline.training.toml_config import config_template
 
@@ -134,5 +134,5 @@ class CheckpointCommand:
     )
 
     def run(self) -> int:
-        """Does what was asked for."""
+        """Runs the chosen task."""
         return self.task.run()

@@ -1,4 +1,4 @@
-"""``paceline compare``: what has become slower or larger from one store to another."""
+"""``paceline compare``: finds regressions in time and memory between two stores."""
 
 import dataclasses
 import pathlib
@@ -31,7 +31,7 @@ class CompareCommand:
             raise UsageError(f"--tolerance is {self.tolerance:g}; it must not be negative")
 
     def run(self) -> int:
-        """Prints every change, the worst first."""
+        """Prints all changes, the worst first; returns 1 if anything got worse."""
         from paceline.records import RecordStore
         from paceline.reports.evidence.regression import compare_stores
 

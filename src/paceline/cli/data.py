@@ -1,4 +1,4 @@
-"""``paceline data``: from text files to token shards, and a look at them."""
+"""``paceline data``: prepares token shards from text files, and inspects them."""
 
 import dataclasses
 import pathlib
@@ -36,7 +36,7 @@ class TokenizerCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Trains, writes tokenizer.json, prints its size."""
+        """Trains, writes tokenizer.json, and prints the vocabulary size."""
         from paceline.data.prepare.train import train_tokenizer
 
         with transfer_progress("reading") as progress:
@@ -56,7 +56,7 @@ class PrepareCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Prepares, and prints what came of it."""
+        """Prepares the dataset and prints a summary."""
         from paceline.data.prepare.inputs import find_prepared
         from paceline.data.prepare.run import prepare
 
@@ -86,7 +86,7 @@ class ExportCommand:
     output: OutputOptions
 
     def run(self) -> int:
-        """Writes the two files, and prints their names."""
+        """Writes the two files and prints their names."""
         from paceline.data.format.manifest import read_manifest
         from paceline.data.megatron import write_megatron
         from paceline.data.storage import open_storage
@@ -124,7 +124,7 @@ class ShowCommand:
                 raise UsageError(f"{flag} must be at least 1")
 
     def run(self) -> int:
-        """Prints, and draws where that is asked for."""
+        """Prints a summary and excerpts, and draws the figure if requested."""
         from paceline.data.format.manifest import read_manifest
         from paceline.data.inspect.lengths import document_lengths
         from paceline.data.storage import open_storage
@@ -158,7 +158,7 @@ class VerifyCommand:
     output: OutputOptions
 
     def run(self) -> int:
-        """Prints what is wrong; exits with 1 if anything is."""
+        """Prints findings; returns 1 if there are any."""
         from paceline.data.format.manifest import read_manifest
         from paceline.data.inspect.verify import verify
         from paceline.data.storage import open_storage
@@ -182,7 +182,7 @@ class AuditCommand:
     output: OutputOptions
 
     def run(self) -> int:
-        """Reads the samples again, prints what is wrong; exits with 1 if anything is."""
+        """Re-reads the samples and prints findings; returns 1 if there are any."""
         from paceline.training.audit import audit_run
 
         num_steps, findings = audit_run(self.run_directory)
@@ -208,12 +208,12 @@ class DataCommand:
     )
 
     def run(self) -> int:
-        """Does one of these."""
+        """Runs the chosen task."""
         return self.task.run()
 
 
 def manifest_summary(manifest: "Manifest", place: str) -> dict[str, object]:
-    """Returns what a program wants to know of a dataset, without its list of shards."""
+    """Returns a summary of a dataset for JSON output, without its list of shards."""
     return {
         "place": place,
         "fingerprint": manifest.fingerprint,

@@ -1,4 +1,4 @@
-"""``paceline env``: what this machine has, and whether ranks can talk on it."""
+"""``paceline env``: shows this machine's hardware and software, and tests communication."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ class EnvironmentCommand:
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
     def run(self) -> int:
-        """Prints the environment; fails when the self-test does."""
+        """Prints the environment; raises an error if the self-test fails."""
         import torch
 
         from paceline.benchmarks.harness import devices

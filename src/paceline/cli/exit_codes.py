@@ -1,4 +1,4 @@
-"""From what a verb raises to one line on stderr and an exit code."""
+"""Converts the exceptions of a verb to one line on stderr and an exit code."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from paceline.core.errors import DISK_FULL, PacelineError
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Runs a verb and returns its exit code; what was raised on purpose is said in one line."""
+    """Runs a verb and returns its exit code; prints expected errors as one line."""
     try:
         exit_code = run()
         sys.stdout.flush()
@@ -25,7 +25,7 @@ def guarded(run: Callable[[], int]) -> int:
         sys.stderr.write("paceline: interrupted\n")
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to write to.
+        # Python flushes stdout again at exit, so redirect it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -39,7 +39,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _missing(package: str) -> str:
-    """Says what to do about a package that a verb needs and that is not installed."""
+    """Returns the error message for a missing package, with a remedy."""
     if package == "torch":
         return (
             "torch is not installed, and this command needs it; pip install torch (the CPU build "

@@ -1,4 +1,4 @@
-"""``paceline generate``: text from a trained model."""
+"""``paceline generate``: generates text with a trained model."""
 
 import dataclasses
 import sys
@@ -36,7 +36,7 @@ class GenerateCommand:
             raise UsageError(f"--tokens {self.tokens} must be at least 1")
 
     def run(self) -> int:
-        """Writes the text as it comes; its speed goes to stderr."""
+        """Streams the text to stdout and prints the speed to stderr."""
         import torch
 
         from paceline.data.text_stream import TextStream
@@ -86,7 +86,7 @@ class GenerateCommand:
 
 
 def _rate(times: list[float]) -> float | None:
-    """Returns tokens per second after the first, which has read the prompt."""
+    """Returns tokens per second, excluding the first token, which includes the prompt."""
     return (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
 
 

@@ -1,8 +1,8 @@
-"""The verb table, and what every verb has in common: errors and exit codes.
+"""The table of verbs and the entry point, with error handling common to all verbs.
 
 Results go to stdout, everything else to stderr.
-Nothing here, nor in any module that it imports, may load torch or numpy: a verb's types
-are needed to parse its flags, its work is not.
+Neither this module nor any module that it imports may load torch or numpy: parsing flags needs the
+types of a verb, but not its implementation.
 """
 
 import sys
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Verb:
-    """Returns the verb that a command line asks for, with its options; leaves if it is none."""
+    """Parses a command line into a verb with its options; raises or exits if it is invalid."""
     require_known_verb(arguments, Verb)
     command: Verb = tyro.cli(
         Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING

@@ -1,4 +1,4 @@
-"""What all verbs print: records on stdout, everything else on stderr."""
+"""Output of all verbs: results on stdout, everything else on stderr."""
 
 import contextlib
 import dataclasses
@@ -30,9 +30,9 @@ _PLAIN_PAUSE_S = 5.0
 
 _Options = TypeVar("_Options")
 Flat = Annotated[_Options, tyro.conf.arg(name="")]
-"""Options that the help lists with the command's own, without a heading."""
+"""Options that the help lists with the command's own, without a separate heading."""
 Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
-"""Where a dataset or the checkpoints of a run are."""
+"""Location of a dataset or of a run's checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class OutputOptions:
 
 
 def require_figure(path: pathlib.Path | None) -> None:
-    """Raises unless a picture can be written under this name, if any is asked for."""
+    """Raises an error if a figure path is given that does not end in .png or .svg."""
     if path is not None and path.suffix not in (".png", ".svg"):
         raise UsageError(f"--figure {path} must end in .png or .svg")
 
 
 def print_json(value: object) -> None:
-    """Prints a record or other value as a line of JSON, at once, so that a pipe sees it."""
+    """Prints a value as a line of JSON, and flushes so that pipes receive it immediately."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()
 
@@ -58,7 +58,7 @@ def print_json(value: object) -> None:
 def keep_records(
     records: "Iterable[Record]", store: pathlib.Path | None, output: OutputOptions
 ) -> "Iterator[Record]":
-    """Appends each record to a store, prints it with --json, and yields it, before the next."""
+    """Appends each record to a store, prints it with --json, and yields it, one at a time."""
     from paceline.records import RecordStore
 
     for record in records:
@@ -70,7 +70,7 @@ def keep_records(
 
 
 def print_tables(records: "Sequence[Record]", output: OutputOptions) -> None:
-    """Prints a table per kind of measurement, with its prediction; with --json nothing."""
+    """Prints a table per kind of measurement, with predictions; prints nothing with --json."""
     if output.json:
         return
     from paceline.records.kinds import PREDICTION
@@ -83,7 +83,7 @@ def print_tables(records: "Sequence[Record]", output: OutputOptions) -> None:
 
 
 def print_findings(findings: "Iterable[Finding | AuditFinding]", output: OutputOptions) -> int:
-    """Prints what is wrong, each as soon as it is found, and returns how much that is."""
+    """Prints each finding as soon as it is found, and returns their number."""
     num_found = 0
     for finding in findings:
         num_found += 1
@@ -95,26 +95,26 @@ def print_findings(findings: "Iterable[Finding | AuditFinding]", output: OutputO
 
 
 def stdout_console() -> "Console":
-    """Returns a console for results; NO_COLOR and pipes are respected by rich."""
+    """Returns a console for results; rich handles NO_COLOR and pipes."""
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False)
 
 
 def stderr_console() -> "Console":
-    """Returns a console for progress and remarks."""
+    """Returns a console for progress and messages."""
     from rich.console import Console
 
     return Console(file=sys.stderr, highlight=False)
 
 
 def say(remark: str) -> None:
-    """Prints a line on stderr as it is: what a file or a path says is no markup."""
+    """Prints a line on stderr verbatim: paths and file contents are not markup."""
     stderr_console().print(remark, markup=False, soft_wrap=True)
 
 
 class CaseProgress:
-    """A bar over the cases of a sweep and the steps within the present one."""
+    """A progress bar over the cases of a sweep and the steps of the current case."""
 
     def __init__(self, bar: "Progress", num_cases: int) -> None:
         self._bar = bar
@@ -122,17 +122,17 @@ class CaseProgress:
         self._steps = bar.add_task("steps", total=None)
 
     def step(self, completed: int, total: int) -> None:
-        """Shows how far the present case is."""
+        """Updates the progress of the current case."""
         self._bar.update(self._steps, completed=completed, total=total)
 
     def next_case(self) -> None:
-        """Shows that a case is done."""
+        """Marks the current case as done."""
         self._bar.advance(self._cases)
         self._bar.reset(self._steps, total=None)
 
 
 class PlainProgress:
-    """The same in lines of text, for the stderr of a rank, which its launcher reads."""
+    """Progress as lines of text, for the stderr of a rank under a launcher."""
 
     def __init__(self, num_cases: int) -> None:
         self._num_cases = num_cases
@@ -141,11 +141,11 @@ class PlainProgress:
         self._last_s = -_PLAIN_PAUSE_S
 
     def step(self, completed: int, total: int) -> None:
-        """Says how far the present case is."""
+        """Reports the progress of the current case."""
         self._say(f", step {completed} of {total}", completed / total if total else 0.0)
 
     def next_case(self) -> None:
-        """Says that a case is done."""
+        """Reports that the current case is done."""
         self._num_done += 1
         self._say("", 0.0)
 
@@ -165,7 +165,7 @@ class PlainProgress:
 
 @contextlib.contextmanager
 def case_progress(num_cases: int) -> "Iterator[CaseProgress | PlainProgress]":
-    """Shows progress on stderr while it is open: a bar on a terminal, lines from a first rank."""
+    """Shows progress on stderr while open: a bar on a terminal, lines for rank 0 elsewhere."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
@@ -178,11 +178,27 @@ def case_progress(num_cases: int) -> "Iterator[CaseProgress | PlainProgress]":
 
 
 @contextlib.contextmanager
+def work_progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Shows a task and its elapsed time on a terminal; yields a callback to advance it.
+
+    Args:
+        what: The task, such as "fitting every method".
+        total: Number of parts, used to estimate the remaining time; None if unknown.
+    """
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    counted = () if total is None else (MofNCompleteColumn(), TimeRemainingColumn())
+    with _bar(TimeElapsedColumn(), *counted) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextlib.contextmanager
 def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
-    """Shows how much of a file was read, on a terminal; yields what to tell the bytes to."""
+    """Shows how much of a file has been read, on a terminal; yields a callback for the bytes."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    # Of a compressed file only the reader knows how long it is.
+    # The uncompressed size of a gzipped file is not known in advance.
     is_plain = path.suffix != ".gz" and path.exists()
     with _bar(DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task(path.name, total=path.stat().st_size if is_plain else None)
@@ -191,7 +207,7 @@ def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def transfer_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows bytes done of all, rate and time left, on a terminal; yields what to tell both."""
+    """Shows transferred bytes, rate and remaining time, on a terminal; yields a callback."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with _bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
@@ -200,7 +216,7 @@ def transfer_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _bar(*columns: "ProgressColumn", is_shown: bool = True) -> "Progress":
-    """Returns a bar with these columns, which only a terminal shows."""
+    """Returns a bar with these columns, shown only on a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = stderr_console()

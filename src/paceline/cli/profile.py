@@ -1,4 +1,4 @@
-"""``paceline profile``: see where a step's time and memory go."""
+"""``paceline profile``: shows where the time and memory of a step go."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ class ProfileDdpCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Traces, keeps, draws and prints."""
+        """Traces steps, stores the records, draws and prints."""
         from paceline.benchmarks.strategies.profile import trace_data_parallel
 
         return _trace(self, functools.partial(trace_data_parallel, self.sweep), "timelines")
@@ -70,7 +70,7 @@ class ProfileLayoutCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Traces, keeps, draws and prints."""
+        """Traces steps, stores the records, draws and prints."""
         from paceline.benchmarks.layouts.profile import trace_layouts
 
         return _trace(self, functools.partial(trace_layouts, self.sweep), "pipelines")
@@ -88,7 +88,7 @@ class ProfileStepCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Traces, keeps, draws and prints."""
+        """Traces steps, stores the records, draws and prints."""
         cases = list(self.sweep.cases())
         if len(cases) != 1:
             raise UsageError(
@@ -109,7 +109,7 @@ class TraceCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Analyses the trace."""
+        """Analyses the trace and prints tables."""
         from paceline.records.environment import capture_environment
         from paceline.traces.records import operator_records, step_records
         from paceline.traces.steps.analysis import analyse_trace
@@ -136,7 +136,7 @@ class ProfileCommand:
     )
 
     def run(self) -> int:
-        """Traces and draws, or analyses a trace that is there."""
+        """Records a trace, or analyses an existing one."""
         return self.subject.run()
 
 
@@ -145,11 +145,11 @@ def _trace(
     trace: "Callable[[pathlib.Path, Progress], list[Record]]",
     plot: str,
 ) -> int:
-    """Traces, keeps the records, draws the picture if there is something to draw, and prints."""
+    """Traces, stores the records, prints tables, and draws the plot if the records allow it."""
     command.out.mkdir(parents=True, exist_ok=True)
     with case_progress(1) as progress:
         records = trace(command.out / _TRACE, progress.step)
-    if not records:  # Only the first rank has any.
+    if not records:  # Only rank 0 has records.
         return 0
 
     from paceline.reports.plots.registry import draw, drawable_plots

@@ -1,4 +1,4 @@
-"""``paceline report``: tables, pictures and a whole report from a store; a page of a run."""
+"""``paceline report``: tables, plots and reports from a store, and a report of one run."""
 
 import dataclasses
 import os
@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import DEFAULT_STORE, Flat, OutputOptions, print_json, say, stdout_console
+from paceline.cli.output import (
+    DEFAULT_STORE,
+    Flat,
+    OutputOptions,
+    print_json,
+    say,
+    stdout_console,
+    work_progress,
+)
 from paceline.core.errors import UsageError
 from paceline.course.suite.scales import PresetName
 
@@ -141,7 +149,7 @@ class BuildCommand:
         if runs is None and _COURSE_DATA in os.environ:
             runs = pathlib.Path(os.environ[_COURSE_DATA])
         if runs is not None:
-            read_sweep(runs)  # A file that cannot be read is better known before measuring.
+            read_sweep(runs)  # Fail on an unreadable file before measuring.
         store = RecordStore(self.store)
         if self.preset is not None:
             cases = suite_cases(self.preset, quick=self.quick)
@@ -151,7 +159,9 @@ class BuildCommand:
                     f"paceline: failed cases: {num_failed}; the report says why, and "
                     "the same command retries those that may still succeed"
                 )
-        for path in write_report(list(store.read()), self.out, runs):
+        with work_progress("writing the report"):
+            paths = write_report(list(store.read()), self.out, runs)
+        for path in paths:
             if self.output.json:
                 print_json({"path": str(path)})
             else:
@@ -175,11 +185,12 @@ class RunCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Writes the page and prints its path."""
+        """Writes the report and prints its path."""
         from paceline.reports.document.training_run import write_run_page
 
         page = self.run_directory / "report.html" if self.out is None else self.out
-        write_run_page(self.run_directory, page)
+        with work_progress("writing the report"):
+            write_run_page(self.run_directory, page)
         if self.output.json:
             print_json({"path": str(page)})
         else:
@@ -199,5 +210,5 @@ class ReportCommand:
     )
 
     def run(self) -> int:
-        """Reads the store and prints, draws or writes."""
+        """Runs the chosen subcommand."""
         return self.form.run()

@@ -1,4 +1,4 @@
-"""``paceline train``: a run from a config to a model."""
+"""``paceline train``: trains a model from a config."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TEMPLATE = "init"
 _LEAVING_S = 3.0
-"""For ranks to leave, once they have saved or their time for it is over."""
+"""Time for ranks to exit after saving, or after the grace period for saving has expired."""
 _FIRST_RANK_SPEAKS_S = 5.0
 
 
@@ -61,7 +61,7 @@ class TrainCommand:
             raise UsageError("--ranks must be at least 1")
 
     def run(self) -> int:
-        """Trains, or says what training would take."""
+        """Trains, or prints a template or a forecast."""
         if self.config == _TEMPLATE:
             return self._print_template()
         from paceline.training.toml_config import read_config
@@ -74,7 +74,7 @@ class TrainCommand:
         return self._train(config)
 
     def _follow_plan(self, path: pathlib.Path) -> int:
-        """Does what a command line without the plan would, that says the same."""
+        """Runs the equivalent command line, with the plan expanded into --ranks and --set."""
         from paceline.training.plan import read_plan
 
         plan = read_plan(path)
@@ -143,7 +143,7 @@ class TrainCommand:
         return self._be_rank(config, ())
 
     def _supervise(self, config: "RunConfig") -> int:
-        # Asking the driver itself would leave forked ranks without their GPUs.
+        # CUDA initialised here would be unusable in forked ranks, so torch queries NVML instead.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         from paceline.parallel.ranks.supervision.supervisor import supervise
         from paceline.training.preload import preload
@@ -159,7 +159,7 @@ class TrainCommand:
         )
 
     def _be_rank(self, config: "RunConfig", restarts: "tuple[Restart, ...]") -> int:
-        """Trains as one rank, or starts the ranks that do."""
+        """Trains as one rank, or starts the ranks that train."""
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.supervision.heartbeats import beat_final
         from paceline.training.elastic.launch import REPLICA
@@ -180,7 +180,7 @@ class TrainCommand:
                     beat_final()
                 if session.rank == 0:
                     raise
-                # All ranks know the same: the first one says it, and ends the others.
+                # All ranks have the same error: rank 0 reports it, and ends the others.
                 time.sleep(_FIRST_RANK_SPEAKS_S)
                 raise SystemExit(error.exit_code) from None
             if session.rank == 0 and outcome.is_spokesman:
@@ -194,12 +194,12 @@ class TrainCommand:
         return 0 if outcome.reason == "finished" else STOPPED
 
     def _is_predicted(self, config: "RunConfig") -> bool:
-        """Returns whether more was asked for than a run: what was predicted is remembered."""
+        """Returns whether a prediction was requested and possible; it is then stored."""
         asked = self.calibration is not None or self.runs is not None
         return asked and config.model.hugging_face is None
 
     def _final_loss(self, config: "RunConfig") -> "Estimate | None":
-        """Predicts the loss at the end from smaller runs, where there are any."""
+        """Predicts the final loss from smaller runs, if given."""
         if self.runs is None:
             return None
         from paceline.accounting.parameters import count_parameters
@@ -218,7 +218,7 @@ class TrainCommand:
         return predict_loss(fit(sweep).parametric, num_parameters, num_tokens)
 
     def _require_startable(self, config: "RunConfig") -> int:
-        """Raises before ranks are started, which takes seconds; returns how many there will be."""
+        """Checks the config before starting ranks, which takes seconds; returns their number."""
         import torch
 
         from paceline.training.run import require_startable, usable_bytes
@@ -227,7 +227,7 @@ class TrainCommand:
             num_ranks = self.ranks or 1
             rank_bytes = usable_bytes(torch.device("cpu"), num_ranks)
         else:
-            # Ranks ask their GPUs themselves: asking here would take memory of the first one.
+            # Each rank queries its own GPU: a query here would use memory on the first one.
             num_ranks = self.ranks or torch.cuda.device_count()
             rank_bytes = None
         require_startable(config, num_ranks, rank_bytes)
@@ -235,7 +235,7 @@ class TrainCommand:
 
 
 def _remember(config: "RunConfig") -> None:
-    """Adds a run to the history of predictions; one that cannot be written is no failed run."""
+    """Adds a run to the history of predictions; a write error does not fail the run."""
     from paceline.training.remember import remember_run
 
     try:

@@ -1,4 +1,4 @@
-"""Specs, presets and hardware: frozen descriptions that everything else takes as input."""
+"""Specs, presets and hardware: the frozen descriptions that all other packages take as input."""
 
 from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import HardwareError, PacelineError, RecordError, ShapeError, UsageError

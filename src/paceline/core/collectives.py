@@ -1,4 +1,4 @@
-"""The collectives that Paceline measures and accounts for, by name."""
+"""Names of the collectives that Paceline measures and accounts for."""
 
 from typing import Literal
 
@@ -12,5 +12,5 @@ Operation = Literal[
     "reduce_to_owners",
     "gather_from_owners",
 ]
-"""The last two are what sharded containers do: a reduce-scatter and an all-gather, by those calls
-that cost least on the backend."""
+"""The last two are the reduce-scatter and all-gather of the sharded containers, implemented with
+the cheapest calls of the backend."""

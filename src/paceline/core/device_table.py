@@ -1,16 +1,16 @@
-"""The devices that Paceline knows, with the document behind every figure.
+"""The table of known devices, with a source document for every figure.
 
-Conventions, the same for all:
+Conventions:
 
-* Peaks are dense. Where a vendor prints only the figure with 2:4 sparsity, it is halved
+* Peaks are dense. Where a vendor publishes only the figure with 2:4 sparsity, it is halved
   here and the source says so.
 * Peaks accumulate in float32. GeForce cards multiply half-precision matrices twice as fast
   when they accumulate in float16; that figure is not used.
-* float32 means float32 operands, without rounding them to tfloat32; float64 uses the
-  matrix units of devices that have them for it.
-* Links count one direction of one device. Vendors add both directions up, so their figure
-  is halved.
-* Bytes are decimal and capacities as advertised: what a program can allocate is less.
+* float32 means float32 operands that are not rounded to tfloat32. float64 peaks use
+  the matrix units of devices whose matrix units support float64.
+* Link bandwidth is per device and per direction. Vendors publish the sum of both directions,
+  so their figure is halved.
+* Bytes are decimal and capacities are as advertised: a program can allocate less.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from paceline.core.units import GB
 def _peaks(
     source: str, flops: Mapping[DType | Literal["half"], float]
 ) -> dict[DType, SourcedValue]:
-    """Makes the peaks in FLOP/s that one document states; half is bfloat16 and float16 alike."""
+    """Returns the peak FLOP/s from one document; half sets both bfloat16 and float16."""
     peaks: dict[DType, SourcedValue] = {}
     for name, value in flops.items():
         dtypes: tuple[DType, ...] = ("bfloat16", "float16") if name == "half" else (name,)
@@ -34,12 +34,12 @@ def _peaks(
 
 
 def _memory(gb: float, gb_per_s: float, *sources: str) -> tuple[SourcedValue, SourcedValue]:
-    """Makes the capacity and the bandwidth of a memory, from one document or each from its own."""
+    """Returns a memory's capacity and bandwidth, from a common document or one document each."""
     return SourcedValue(gb * GB, sources[0]), SourcedValue(gb_per_s * GB, sources[-1])
 
 
 def _link(name: str, both_directions_gb_per_s: float, source: str) -> Link:
-    """Makes a link from the figure that vendors print, which adds both directions up."""
+    """Returns a link from the published bandwidth, which is the sum of both directions."""
     derivation = f"{source}: {both_directions_gb_per_s:,} GB/s in both directions, halved"
     return Link(name=name, bytes_per_s=SourcedValue(both_directions_gb_per_s * GB / 2, derivation))
 
@@ -110,7 +110,7 @@ DEVICES: tuple[Device, ...] = (
         memory=_memory(32, 900, _V100),
     ),
     _device(
-        # Older drivers leave the vendor out.
+        # Older drivers omit the vendor.
         *("a100-sxm-40gb", "NVIDIA A100 SXM4 40 GB", "NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
         peaks=_A100_PEAKS,
         links=_A100_SXM_LINKS,
@@ -161,8 +161,8 @@ DEVICES: tuple[Device, ...] = (
         links=(_link("NVLink 4", 900, _H200), _link("PCIe 5.0 x16", 128, _H200)),
         memory=_memory(141, 4_800, _H200),
     ),
-    # The launch brief gave a B200 192 GB; the boards that ship, and the later documents,
-    # have 180 GB. The float64 and float32 peaks were lowered between the same editions.
+    # The launch brief stated 192 GB for a B200; shipped boards and later documents have
+    # 180 GB. The float64 and float32 peaks were lowered between the same editions.
     _device(
         *("b200-sxm", "NVIDIA B200 SXM 180 GB", "NVIDIA B200"),
         peaks=_peaks(
@@ -195,9 +195,9 @@ DEVICES: tuple[Device, ...] = (
         ),
         memory=_memory(192, 5_300, _MI300X),
     ),
-    # Google states no float32 peak. The earlier figure of 4,800 Gbit/s per chip is one
-    # direction: it equals half of 1,200 GB/s. The six links of the 3D torus share it, so
-    # a collective along one axis has a third.
+    # Google states no float32 peak. The earlier figure of 4,800 Gbit/s per chip is for one
+    # direction: it equals half of 1,200 GB/s. It is the total of the six links of the 3D
+    # torus, so a collective along one axis gets a third.
     _device(
         *("tpu-v5p", "Google TPU v5p 95 GB", "TPU v5p", "TPU v5"),
         peaks=_peaks(_TPU_V5P, {"bfloat16": 459e12}),
@@ -230,15 +230,15 @@ DEVICES: tuple[Device, ...] = (
 
 
 def known_devices() -> tuple[Device, ...]:
-    """Returns every device of the table."""
+    """Returns every device in the table."""
     return DEVICES
 
 
 def find_device(name: str) -> Device:
-    """Finds a device by its identifier or by the name that its driver reports.
+    """Returns a device by its identifier or by the name that its driver reports.
 
     Args:
-        name: Such as h100-sxm, or NVIDIA H100 80GB HBM3.
+        name: For example h100-sxm or NVIDIA H100 80GB HBM3.
     """
     for device in known_devices():
         if name == device.name or name in device.reported_names:

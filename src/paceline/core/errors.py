@@ -1,8 +1,8 @@
 """The exception tree.
 
-Every error that Paceline raises on purpose is a `PacelineError`: the command line turns
-it into one line on stderr and its `exit_code`. Anything else that escapes is a defect of
-Paceline and keeps its traceback. A message names the culprit and says what to do.
+Every error that Paceline raises on purpose is a `PacelineError`: the command line prints it
+as one line on stderr and exits with its `exit_code`. Any other uncaught exception is a bug in
+Paceline and keeps its traceback. Messages name the cause and the fix.
 """
 
 import difflib
@@ -10,7 +10,7 @@ import errno
 from collections.abc import Iterable
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors of a disk, or a user's share of it, that has no room left."""
+"""errno values for a full disk and for an exceeded disk quota."""
 
 
 _OUT_OF_MEMORY_MESSAGES = (
@@ -23,45 +23,45 @@ _OUT_OF_MEMORY_MESSAGES = (
 
 
 class PacelineError(Exception):
-    """Base of all errors that are raised on purpose."""
+    """Base class of all errors that Paceline raises on purpose."""
 
     exit_code = 1
 
 
 class UsageError(PacelineError):
-    """What was asked for makes no sense; asking differently helps."""
+    """An invalid request; changing the arguments or the configuration fixes it."""
 
     exit_code = 2
 
 
 class ShapeError(UsageError):
-    """A model, batch or layout that cannot exist or cannot be built."""
+    """A model, batch or layout that is invalid or cannot be built."""
 
 
 class HardwareError(UsageError):
-    """A device, link or figure that the hardware table does not hold."""
+    """A device, link or figure that is not in the hardware table."""
 
 
 class RecordError(PacelineError):
-    """A record store that cannot be read or written, naming file, line and field."""
+    """A record store cannot be read or written; the message names file, line and field."""
 
 
 class DataError(PacelineError):
-    """Training data that cannot be read, prepared or trusted, naming the file or shard."""
+    """Training data is unreadable or invalid; the message names the file or shard."""
 
 
 class TruncatedError(DataError):
-    """A file that ends before what was to be read of it."""
+    """A file ends before the data that was to be read."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, a kernel or Python says that memory could not be had."""
+    """Returns whether an error from torch, the kernel or Python means out of memory."""
     says_so = any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
     return says_so or isinstance(error, MemoryError)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a question that names the known names most like an unknown one; empty if none is."""
+    """Returns a "did you mean" hint with the closest known names; empty if none is close."""
     by_lower_case = {each.lower(): each for each in known}
     close = [each for each in by_lower_case if each.startswith(f"{name.lower()}-")]
     close = close or difflib.get_close_matches(name.lower(), by_lower_case, n=1)

@@ -1,4 +1,4 @@
-"""What was found in measurements or runs: named, with its figures and what to do about it."""
+"""Findings about measurements or runs: a name, the figures and a remedy."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One observation that a reader, or a program, may act on."""
+    """One observation that a reader or a program can act on."""
 
     name: str
-    """Stable identifier, so that a program may look for it."""
+    """Stable identifier that programs can match."""
     message: str
-    """What was seen, in one sentence with its figures."""
+    """The observation in one sentence, with its figures."""
     remedy: str = ""
-    """What to do about it; empty where nothing needs doing."""
+    """The recommended action; empty if none is needed."""
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The figures of the message, named like metrics, units in their names."""
+    """The figures of the message, named like metrics, with units in their names."""
 
     @property
     def text(self) -> str:
-        """The finding as prose: what was seen, then what to do about it."""
+        """The finding as prose: the observation, then the remedy."""
         separator = " " if self.message.endswith(".") else "; "
         return f"{self.message}{separator}{self.remedy}" if self.remedy else self.message
 

@@ -1,8 +1,8 @@
-"""Devices and links, each figure with the document that states it.
+"""Devices and links; each figure names its source document.
 
-Peaks are dense: vendors print the doubled figure of 2:4 sparsity in larger type, and no
-training run reaches for it. Hardware that the table does not hold is an error, never a
-guess: a utilisation against the wrong peak is worse than none.
+Peaks are dense: vendors advertise the doubled figure of 2:4 sparsity, which training does not
+use. Hardware that is missing from the table is an error, never a guess: a utilisation computed
+from the wrong peak is worse than none.
 """
 
 import dataclasses
@@ -14,45 +14,45 @@ from paceline.core.specs import DType
 
 @dataclasses.dataclass(frozen=True)
 class SourcedValue:
-    """A number and where it is stated."""
+    """A number and its source."""
 
     value: float
-    """In the unit of the field that holds it."""
+    """The number, in the unit of the field that holds it."""
     source: str
-    """The document."""
+    """The document that states the number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way for a device to reach another."""
+    """A connection between devices."""
 
     name: str
-    """What the vendor calls it."""
+    """The vendor's name for it."""
     bytes_per_s: SourcedValue
-    """Bandwidth of one device in one direction, all its lanes together."""
+    """Bandwidth per device and direction, summed over all lanes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, as its vendor describes it."""
+    """One accelerator, as specified by its vendor."""
 
     name: str
-    """Identifier, as used in plans and records."""
+    """Identifier used in plans and records."""
     description: str
-    """Name for people, with form factor and memory size."""
+    """Display name, with form factor and memory size."""
     reported_names: tuple[str, ...]
-    """What the driver calls it (``torch.cuda.get_device_name``)."""
+    """Names that the driver reports (``torch.cuda.get_device_name``)."""
     peak_flops: Mapping[DType, SourcedValue]
-    """Dense matrix FLOP/s by operand dtype, accumulating in float32."""
+    """Dense matmul FLOP/s by operand dtype, accumulating in float32."""
     memory_bytes: SourcedValue
     """Memory capacity as advertised."""
     memory_bytes_per_s: SourcedValue
     """Memory bandwidth."""
     links: tuple[Link, ...]
-    """Links to other devices, the fastest first."""
+    """Links to other devices, fastest first."""
 
     def peak(self, dtype: DType) -> SourcedValue:
-        """Returns the peak for operands of `dtype`, or says which formats are known."""
+        """Returns the peak FLOP/s for operands of `dtype`; raises if it is not known."""
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)
             raise HardwareError(f"{self.name} has no known peak for {dtype}; known: {known}")

@@ -1,4 +1,4 @@
-"""How much memory a process has taken, and how much it may still take, as the kernel counts it."""
+"""Host memory as the kernel reports it: in use by this process, and still available."""
 
 import contextlib
 import os
@@ -8,19 +8,19 @@ import sys
 
 from paceline.core.units import KIB
 
-# Left to the rest of the machine when no limit is given.
+# Fraction that new processes may use; the remainder is left to other programs.
 _USABLE_FRACTION = 0.9
 
 
 def reset_resident_peak() -> None:
-    """Lets `resident_peak_bytes` start anew, where the kernel can."""
-    # Where it cannot, the peak is that of the process since its start.
+    """Resets the peak that `resident_peak_bytes` returns, if the kernel supports it."""
+    # Otherwise the peak is counted from the start of the process.
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_peak_bytes() -> int:
-    """Returns the most memory this process had resident since the last reset."""
+    """Returns the peak resident memory of this process since the last reset."""
     if (resident := _kernel_bytes("/proc/self/status", "VmHWM:")) is not None:
         return resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -28,26 +28,26 @@ def resident_peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Returns the memory this process has resident now, or its peak where only that is told."""
+    """Returns the resident memory of this process, or its peak if only that is available."""
     resident = _kernel_bytes("/proc/self/status", "VmRSS:")
     return resident_peak_bytes() if resident is None else resident
 
 
 def host_limit_bytes() -> int | None:
-    """Returns what all processes may take: of the machine, or of the container that holds them."""
+    """Returns the smaller of the container's memory limit and physical memory, if known."""
     limits = [each for each in (_cgroup_limit(), physical_memory_bytes()) if each is not None]
     return min(limits, default=None)
 
 
 def usable_host_bytes() -> int | None:
-    """Returns what new processes may take on this host, or None where nobody knows."""
+    """Returns the memory that new processes may use on this host; None if unknown."""
     candidates = (_kernel_bytes("/proc/meminfo", "MemAvailable:"), host_limit_bytes())
     known = [value for value in candidates if value is not None]
     return int(min(known) * _USABLE_FRACTION) if known else None
 
 
 def physical_memory_bytes() -> int | None:
-    """Returns the machine's memory, where the operating system tells."""
+    """Returns the physical memory; None if the operating system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

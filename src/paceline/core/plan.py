@@ -1,7 +1,7 @@
-"""How a model is laid over devices, and what is predicted of it.
+"""The layout of a model over devices, and the predictions for it.
 
-A `Plan` names its predictions like the metrics of a measured record, so that prediction
-and measurement can be laid side by side without a table of translations.
+A `Plan` names its predictions like the metrics of a measured record, so that predictions can
+be compared with measurements without a translation table.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from paceline.core.specs import (
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-"""Stages 0 to 3 of ZeRO, in this order."""
+"""ZeRO stages 0 to 3, in this order."""
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
@@ -29,16 +29,17 @@ CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the mesh axes and what is sharded along them.
+    """The sizes of the mesh axes, and the state that is sharded along them.
 
-    The world is replicate × shard × context × tensor × pipeline; data-parallel ranks are
-    replicate × shard of them. Expert ranks are tensor, context and data ranks of one stage.
+    The world size is replicate × shard × context × tensor × pipeline, of which replicate × shard
+    is the data-parallel size. Expert parallelism reuses the tensor, context and data-parallel
+    ranks of one stage.
     """
 
     replicate: int = 1
-    """Copies of the sharded model, which average their gradients."""
+    """Replicas of the sharded model; they average their gradients."""
     shard: int = 1
-    """Ranks that share one copy's states, as far as `sharding` says."""
+    """Ranks over which one replica's state is split, as `sharding` selects."""
     tensor: int = 1
     """Ranks over which each matrix is split."""
     pipeline: int = 1
@@ -46,9 +47,9 @@ class ParallelLayout:
     context: int = 1
     """Ranks over which each sequence is split."""
     expert: int = 1
-    """Ranks over which the experts of a mixture are divided, each of them whole."""
+    """Ranks over which the experts of a mixture are distributed; an expert is never split."""
     sharding: Sharding = "none"
-    """What is split over `shard`: each choice includes those before it (ZeRO 0 to 3)."""
+    """The state that is split over `shard`: each choice includes those before it (ZeRO 0 to 3)."""
     sequence_parallel: bool = False
     """Whether norms and residuals are split over the tensor axis as well."""
     pipeline_interleave: int = 1
@@ -56,7 +57,7 @@ class ParallelLayout:
     activation_checkpointing: ActivationCheckpointing = "none"
     """Which activations are recomputed instead of kept."""
     bucket_size_mb: float | None = None
-    """Gradient bucket cap in MiB, as in torch; None for the strategy's own choice."""
+    """Gradient bucket cap in MiB, as in torch; None for the strategy's default."""
 
     def __post_init__(self) -> None:
         axes = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
@@ -81,7 +82,7 @@ class ParallelLayout:
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that see different data."""
+        """Number of ranks that process different data."""
         return self.replicate * self.shard
 
     @property
@@ -92,7 +93,7 @@ class ParallelLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A predicted number, with the interval that should hold it where one is known."""
+    """A predicted number, with its prediction interval if known."""
 
     value: float
     """The point estimate."""
@@ -114,12 +115,12 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A model, the batch each rank gets, where it runs, and what to expect."""
+    """A model, the batch of each rank, the layout, the hardware and the predictions."""
 
     model: ModelShape
     """The model to train."""
     batch: BatchShape
-    """What each data-parallel rank processes per step."""
+    """The batch that each data-parallel rank processes per step."""
     precision: Precision
     """dtypes of storage and arithmetic."""
     layout: ParallelLayout
@@ -129,9 +130,9 @@ class Plan:
     predictions: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
     """Estimates, named like the metrics of the record that would measure them."""
     experts: Experts | None = None
-    """What replaces the feed-forward layers of a mixture; the model has what is active."""
+    """The experts of a mixture, which replace feed-forward layers; `model` has the active width."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that all ranks together process per optimizer step."""
+        """Tokens per optimizer step, summed over all ranks."""
         return self.batch.tokens_per_step * self.layout.data_parallel

@@ -1,13 +1,14 @@
 """Named model shapes: the courses' sizes and a few published models.
 
 Sources: the sizes small to 10B are those of the Stanford CS336 systems hand-outs (2025 and
-2026), xxl is that of its communication accounting problem, where attention, embeddings and
-output layer are left out and a feed-forward layer is two plain matrices. bytes-34M is our own.
+2026). xxl is from its communication accounting problem, which omits attention, embeddings and
+output layer; its feed-forward layers are two plain matrices. bytes-34M is our own.
 Llama 3: Grattafiori et al. 2024, table 3. GPT-3: Brown et al. 2020, table 2.1. Llama 2: Touvron
 et al. 2023 and the config.json of its weights. Mistral: Jiang et al. 2023, table 1. megatron: the
 two largest of Korthikanti et al. 2022, table 3. Mixtures of experts: the config.json of their
-weights, with the sequences that most of their pretraining had (Jiang et al. 2024, DeepSeek-AI 2024,
-Qwen Team 2025); of latent attention, whose scores and values differ in width, the mean width.
+weights, with the context length of most of their pretraining (Jiang et al. 2024, DeepSeek-AI 2024,
+Qwen Team 2025). Latent attention has scores and values of different widths; the preset has their
+mean.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ _PRESETS: dict[str, ModelShape] = {
     "2.7B": _shape(10_000, 2560, 10240, 32, 32),
     "10B": _shape(10_000, 4608, 12288, 50, 36),
     "xxl": _shape(0, 16384, 53248, 126, 0, feed_forward="linear", norm="none", positions="none"),
-    # Models that train on a laptop. Data-parallel figures are about the second.
+    # Models that train on a laptop. The data-parallel figures use the second.
     "bytes-6M": _shape(256, 256, 1024, 6, 4),
     "bytes-34M": _shape(256, 512, 2048, 8, 8),
     "words-44M": _shape(10_000, 768, 3072, 3, 12),
@@ -58,10 +59,10 @@ _PRESETS: dict[str, ModelShape] = {
 
 
 class Preset(NamedTuple):
-    """A model by name: its shape, and its experts if it is a mixture of them."""
+    """A named model: its shape, and its experts if it is a mixture of experts."""
 
     shape: ModelShape
-    """Of a mixture, `d_ff` is the width that is active, in the mean block."""
+    """For a mixture, `d_ff` is the active width, averaged over the blocks."""
     experts: Experts | None = None
 
 
@@ -111,23 +112,23 @@ _MIXTURES: dict[str, Preset] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns the names that `model_preset` knows, smallest family first."""
+    """Returns the names that `model_preset` accepts, smallest family first."""
     return tuple(_PRESETS)
 
 
 def mixture_names() -> tuple[str, ...]:
-    """Returns the names of mixtures of experts, which `find_preset` knows as well."""
+    """Returns the names of the mixtures of experts, which `find_preset` also accepts."""
     return tuple(_MIXTURES)
 
 
 def preset_spelling(name: str) -> str:
-    """Returns a preset's own spelling of a name that differs in case only; others as they are."""
+    """Returns the preset name that equals `name` ignoring case; any other name unchanged."""
     known = (*_PRESETS, *_MIXTURES)
     return next((each for each in known if each.lower() == name.lower()), name)
 
 
 def model_preset(name: str) -> ModelShape:
-    """Returns the shape of that `name`; an unknown one is an error that lists `preset_names`."""
+    """Returns the shape called `name`; raises an error that lists `preset_names` if unknown."""
     if name in _PRESETS:
         return _PRESETS[name]
     if name in _MIXTURES:
@@ -140,7 +141,7 @@ def model_preset(name: str) -> ModelShape:
 
 
 def find_preset(name: str) -> Preset:
-    """Returns the model of that `name`, dense or a mixture of experts."""
+    """Returns the model called `name`, dense or a mixture of experts."""
     if name in _MIXTURES:
         return _MIXTURES[name]
     if name in _PRESETS:

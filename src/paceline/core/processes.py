@@ -1,4 +1,4 @@
-"""Processes that do not outlive their reason to exist, and groups that end together."""
+"""Process lifetimes: children that die with their parent, and groups that end together."""
 
 import contextlib
 import ctypes
@@ -12,64 +12,64 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 _PR_SET_PDEATHSIG = 1
-# Loaded here, because a process between fork and exec must not take a lock to load it.
+# Loaded at import: loading takes a lock, which a process must not do between fork and exec.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What asks processes to stop: a scheduler, its warning, and Ctrl-C."""
+"""Signals that request a stop: from a scheduler, its advance warning, and Ctrl-C."""
 STOPPED = 128 + signal.SIGTERM
-"""The exit code of a process that was asked to stop, and has."""
+"""Exit code of a process that stopped on request."""
 LOST_PEER = 75
-"""The exit code of a process that has found one of its group late or gone."""
+"""Exit code of a process that found a peer of its group late or gone."""
 
-# How long the others may take to end by themselves once one of a group has failed.
+# Time that the other processes of a group have to exit by themselves after one has failed.
 TERMINATION_GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.005
 _EXCEPTION = 1
-"""The exit code of a Python program that an exception ended."""
+"""Exit code of a Python program that ends with an uncaught exception."""
 _BLAME_S = 2.0
-"""How long a process may take from closing its connections to its end."""
+"""Longest time that a process takes from closing its connections to exiting."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when `parent_pid`, its parent, ends.
+    """Makes the kernel kill this process when `parent_pid`, its parent, ends.
 
-    A killed parent cannot clean up, and a worker that waits in a collective would wait
-    for ever. Linux only: elsewhere nothing happens, and daemonic workers still end with a
-    parent that exits in an orderly way. It does not reach what this process starts in turn.
+    A killed parent cannot clean up, and a worker blocked in a collective would wait forever.
+    Linux only. Elsewhere this does nothing; daemonic workers still end with a parent that exits
+    normally. The setting is not inherited by children of this process.
     """
     if _LIBC is None:
         return
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have gone before the request was made; then nobody will send the signal.
+    # The parent may have exited before the call to prctl; then the signal would never be sent.
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_agent(environment: Mapping[str, str]) -> None:
-    """Lets a rank that torchrun has started die with its agent, which does not see to that.
+    """Makes a rank that torchrun started die with its agent; torchrun does not do so itself.
 
     Args:
-        environment: The process's variables.
+        environment: The environment variables of the process.
     """
     if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
         die_with_parent(os.getppid())
 
 
 def exit_code_of(return_code: int) -> int:
-    """Turns what `Popen` returns into what a shell would: a signal becomes 128 + its number."""
+    """Converts a `Popen` return code to a shell exit code: a signal becomes 128 + its number."""
     return return_code if return_code >= 0 else 128 - return_code
 
 
 class Signalled(Protocol):
-    """A process that takes signals."""
+    """A process that accepts signals."""
 
     def send_signal(self, number: int, /) -> None:
-        """Sends one, unless the process has ended."""
+        """Sends a signal, unless the process has ended."""
 
 
 class PassedOn:
-    """Notes requests to stop while it is open, to be passed on; on the main thread only."""
+    """Context manager that collects stop signals for forwarding; on the main thread only."""
 
     def __init__(self) -> None:
         self._received: list[int] = []
@@ -85,12 +85,12 @@ class PassedOn:
             signal.signal(each, handler)
 
     def _note(self, number: int, _frame: object) -> None:
-        # A terminal sends SIGINT to the processes as well, and a second one would interrupt how
-        # they answer the first.
+        # A terminal sends SIGINT to the child processes as well. A second SIGINT would interrupt
+        # their handling of the first.
         self._received.append(signal.SIGTERM if number == signal.SIGINT else number)
 
     def send_to(self, processes: Iterable[Signalled]) -> bool:
-        """Sends what has come since the last time, and says whether anything has."""
+        """Forwards the signals received since the last call; returns whether there were any."""
         received, self._received = self._received, []
         for process in processes if received else ():
             for number in received:
@@ -98,7 +98,7 @@ class PassedOn:
         return bool(received)
 
     def come_within(self, seconds: float) -> bool:
-        """Waits, and says whether a request has come by then; returns when it comes."""
+        """Waits up to `seconds` for a stop signal; returns whether one arrived."""
         deadline = time.monotonic() + seconds
         while not self._received and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
@@ -106,10 +106,10 @@ class PassedOn:
 
 
 class ForkedProcess:
-    """A child that was forked, with what `Popen` has.
+    """A forked child with the interface of `Popen`.
 
     Args:
-        pid: Of the child.
+        pid: Process id of the child.
     """
 
     def __init__(self, pid: int) -> None:
@@ -117,7 +117,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Returns the exit code, minus the signal's number if one ended it; None while it runs."""
+        """Returns the exit code, or minus the number of a fatal signal; None while running."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -130,7 +130,7 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends the process, and waits until it has ended."""
+        """Kills the process and waits until it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             _, status = os.waitpid(self.pid, 0)
@@ -140,16 +140,17 @@ class ForkedProcess:
 def wait_for_group(
     processes: Mapping[str, subprocess.Popen[bytes]], *, grace_s: float = TERMINATION_GRACE_S
 ) -> tuple[int, str | None]:
-    """Waits until all processes end; the first that fails ends the others.
+    """Waits until all processes end; terminates the others when one fails.
 
-    A process that loses a peer ends with 1, as after any exception, and may end before the peer
-    has: it takes a moment to leave the interpreter. So others get that moment too, and who ended
-    otherwise is to blame. One that ends with 143 was asked to stop: the others get the same time
-    for it that they get when this process is asked, which passes the signal on.
+    A process that loses a peer exits with 1, as after any exception, or with `LOST_PEER`. It may
+    exit before the failed peer does, because leaving the interpreter takes a moment. So the others
+    get that moment too, and one that exits with any other failure is reported instead. A process
+    that exits with 143 was asked to stop: the others then get `grace_s` seconds, the same as when
+    this process receives a stop signal, which it forwards.
 
     Args:
-        processes: By name.
-        grace_s: How long they may take to stop when they are asked to.
+        processes: Processes by name.
+        grace_s: Seconds that processes have to stop after a request.
 
     Returns the exit code of the group, and the name of the process that failed first.
     """
@@ -174,7 +175,7 @@ def _next_failure(
     requests: PassedOn,
     grace_s: float,
 ) -> tuple[str | None, int]:
-    """Waits for a process that fails, and returns its name and exit code; takes away who ended."""
+    """Returns the name and exit code of the next failure; removes ended processes."""
     code, was_asked = 0, False
     while running:
         if deadline is not None and time.monotonic() >= deadline:
@@ -187,7 +188,7 @@ def _next_failure(
             if return_code == STOPPED or (was_asked and return_code == -signal.SIGTERM):
                 is_asked, code = True, STOPPED
             elif return_code in (_EXCEPTION, LOST_PEER) and code == STOPPED:
-                pass  # It has lost a peer that did not wait for it.
+                pass  # It lost a peer that stopped first.
             elif return_code:
                 return None if was_asked else name, exit_code_of(return_code)
         if is_asked and not was_asked:
@@ -199,7 +200,7 @@ def _next_failure(
 def end_processes(
     processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float = TERMINATION_GRACE_S
 ) -> None:
-    """Asks processes to end, and kills those that do not within `grace_s` seconds."""
+    """Terminates processes, and kills those that do not end within `grace_s` seconds."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -214,10 +215,10 @@ def end_processes(
 
 @contextlib.contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Lets processes that are started while it is open never hear of a Ctrl-C.
+    """Makes processes that are started inside the context ignore Ctrl-C.
 
-    A terminal sends it to parent and children alike. The parent answers it and ends them; they
-    would only add tracebacks, above all while they are still importing.
+    A terminal sends SIGINT to the parent and its children. The parent handles it and ends the
+    children; they would only print tracebacks, especially while they are still importing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -231,7 +232,7 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def termination_as_exit() -> Iterator[None]:
-    """Turns SIGTERM and SIGUSR1 into SystemExit(143) while it is open: `finally` blocks run."""
+    """Turns SIGTERM and SIGUSR1 into SystemExit(143) so that `finally` blocks run."""
 
     def leave(_signal: int, _frame: object) -> None:
         raise SystemExit(STOPPED)

@@ -1,4 +1,4 @@
-"""Names of the ranges that a training step is divided into, wherever it is traced."""
+"""Names of the ranges of a training step in traces."""
 
 import re
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 _PREFIX = "paceline::"
 
 STEP = _PREFIX + "step"
-"""A whole step; may be followed by a slash and what is special about it."""
+"""A whole step; may be followed by a slash and a label."""
 FORWARD = _PREFIX + "forward"
 BACKWARD = _PREFIX + "backward"
 OPTIMIZER = _PREFIX + "optimizer"
@@ -14,7 +14,7 @@ ATTENTION_SCORES = _PREFIX + "attention_scores"
 ATTENTION_SOFTMAX = _PREFIX + "attention_softmax"
 ATTENTION_VALUES = _PREFIX + "attention_values"
 WAIT = _PREFIX + "wait"
-"""Where a step does nothing but wait for communication."""
+"""Time in which a step only waits for communication."""
 
 _BUCKET = _PREFIX + "bucket_"
 _PIPELINE = _PREFIX + "pipeline/"
@@ -22,36 +22,36 @@ _PIPELINE_RANGE = re.compile(_PIPELINE + r"(\w+)/(\d{1,6})(?:/(\d{1,6}))?")
 
 
 def step_range(label: str) -> str:
-    """Names a step."""
+    """Returns the range name of a step, with its label if there is one."""
     return f"{STEP}/{label}" if label else STEP
 
 
 def step_label(name: str) -> str | None:
-    """Returns what is special about a step; None if the range is no step."""
+    """Returns the label of a step; None if the range is not a step."""
     if name == STEP:
         return ""
     return name.removeprefix(STEP + "/") if name.startswith(STEP + "/") else None
 
 
 def bucket_range(number: int) -> str:
-    """Names the start of a bucket's message."""
+    """Returns the range name for launching the communication of a bucket."""
     return f"{_BUCKET}{number}"
 
 
 def is_bucket_range(name: str) -> bool:
-    """Whether a range is the start of a bucket's message."""
+    """Returns whether a range launches the communication of a bucket."""
     return name.startswith(_BUCKET)
 
 
 class PipelineRange(NamedTuple):
-    """The work of one stage of a pipeline for one micro-batch."""
+    """The work of one pipeline stage for one micro-batch."""
 
     phase: str
-    """forward, loss, backward, or weights: gradients of weights, where the schedule computes them
-    apart from those of inputs."""
+    """forward, loss, backward, or weights: weight gradients, if the schedule computes them
+    separately from input gradients."""
     stage: int
     micro_batch: int | None
-    """None for the loss, which belongs to the forward just before it."""
+    """None for the loss, which belongs to the preceding forward pass."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class PipelineRange(NamedTuple):
 
 
 def pipeline_range(name: str) -> PipelineRange | None:
-    """Returns what a stage does in a range; None if the range is no stage's work."""
+    """Returns the stage work that a range name stands for; None for any other range."""
     match = _PIPELINE_RANGE.fullmatch(name)
     if match is None:
         return None
@@ -70,5 +70,5 @@ def pipeline_range(name: str) -> PipelineRange | None:
 
 
 def short_name(name: str) -> str:
-    """Returns a range's name as people are shown it."""
+    """Returns the display name of a range, without the prefix."""
     return name.removeprefix(_PREFIX)

@@ -1,8 +1,7 @@
-"""Which layouts Paceline's own trainer runs: the one answer that planner and trainer both ask.
+"""The layouts that Paceline's own trainer can run, as used by both planner and trainer.
 
-A layout whose ranks differ in their data alone runs with any of our strategies. With any other
-axis, or with replicas of shards, torch's engine lays the model over a mesh, which has limits of its
-own.
+A purely data-parallel layout runs with any of our strategies. A layout with any other axis, or
+with replicas of sharded state, runs on torch's device mesh, which has its own limits.
 """
 
 import dataclasses
@@ -14,23 +13,23 @@ from paceline.core.specs import ModelShape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a layout is to run."""
+    """The workload of a layout."""
 
     shape: ModelShape
     context_length: int
-    """Tokens of a sequence."""
+    """Tokens in a sequence."""
     num_micro_batches: int | None = None
-    """Passes of each data-parallel rank in a step; None where they are not known yet."""
+    """Micro-batches per step of each data-parallel rank; None if not known yet."""
 
 
 def needs_mesh(layout: ParallelLayout) -> bool:
-    """Whether more than the data divides the ranks, or sharded states have replicas."""
+    """Returns whether a layout is more than data-parallel or replicates sharded state."""
     is_hybrid = layout.replicate > 1 and layout.sharding != "none"
     return is_hybrid or layout.tensor * layout.context * layout.pipeline > 1
 
 
 def refusals(layout: ParallelLayout, work: Work) -> list[str]:
-    """Returns why a layout cannot run, each reason with its numbers; none if it can."""
+    """Returns the reasons why a layout cannot run, with figures; empty if it can."""
     return [
         *_refused_techniques(layout),
         *_refused_tensor(layout, work),
@@ -40,12 +39,12 @@ def refusals(layout: ParallelLayout, work: Work) -> list[str]:
 
 
 def require_runnable(layout: ParallelLayout, work: Work, where: str) -> None:
-    """Refuses a layout that cannot run.
+    """Raises a `UsageError` if a layout cannot run.
 
     Args:
-        layout: What is asked for.
-        work: What it is to run.
-        where: The file or the section that asks.
+        layout: The requested layout.
+        work: The workload of the layout.
+        where: The file or section that requests it, for the message.
     """
     if reasons := refusals(layout, work):
         raise UsageError(

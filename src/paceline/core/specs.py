@@ -1,8 +1,7 @@
-"""What is trained: the shape of a model, of a batch, and the dtypes.
+"""Specifications of a training workload: model shape, batch shape and dtypes.
 
-All three are frozen, hold plain numbers only, and describe a model of 10^12 parameters
-as well as one of 10^4. They are validated once, when made, so that every function that
-takes one may trust it.
+All three are frozen, hold only plain values, and describe a model of 10^12 parameters as well
+as one of 10^4. They are validated once, on construction, so that functions can rely on them.
 """
 
 import dataclasses
@@ -13,13 +12,13 @@ from paceline.core.errors import ShapeError, UsageError
 Phase = Literal["forward", "forward-backward", "train"]
 AttentionImplementation = Literal["auto", "sdpa", "tiled", "triton", "naive"]
 AttentionKind = Literal["naive", "tiled", "sdpa", "triton"]
-"""What an implementation comes down to on a device."""
+"""The implementation that runs on a device once `auto` is resolved."""
 DType = Literal["float64", "float32", "tfloat32", "bfloat16", "float16", "float8"]
 FeedForward = Literal["swiglu", "gelu", "linear"]
 Norm = Literal["rmsnorm", "layernorm", "none"]
 Positions = Literal["rotary", "learned", "none"]
 
-# tfloat32 is a way to multiply float32 numbers, so it occupies what they do.
+# tfloat32 is a way to multiply float32 numbers, so it takes the same storage.
 _BYTES_PER_ELEMENT: dict[DType, int] = {
     "float64": 8,
     "float32": 4,
@@ -31,19 +30,19 @@ _BYTES_PER_ELEMENT: dict[DType, int] = {
 
 
 def bytes_per_element(dtype: DType) -> int:
-    """Returns how many bytes one number of this dtype occupies."""
+    """Returns the storage size of one element in bytes."""
     return _BYTES_PER_ELEMENT[dtype]
 
 
 def require_choice(owner: str, field: str, value: str, choices: object) -> None:
-    """Refuses a value that is none of a literal's choices, naming its field."""
+    """Raises a `ShapeError` that names the field if a value is not one of a literal's choices."""
     if value not in get_args(choices):
         names = ", ".join(get_args(choices))
         raise ShapeError(f"{owner}.{field} is {value!r}; it must be one of {names}")
 
 
 def require_at_least(owner: object, minimum: int, *fields: str) -> None:
-    """Refuses numbers below a minimum, naming the first such field; None is no number."""
+    """Raises a `ShapeError` that names the first field below a minimum; None is ignored."""
     for field in fields:
         value = getattr(owner, field)
         if value is not None and value < minimum:
@@ -56,8 +55,8 @@ class ModelShape:
     """The dimensions of a decoder-only Transformer.
 
     The defaults describe the model that `paceline.models.TransformerLM` builds: pre-norm
-    blocks, rotary positions, a gated feed-forward, no biases. Other settings exist so that
-    published models, and the course's simplified ones, can be accounted for.
+    blocks, rotary positions, a gated feed-forward, no biases. The other settings are for
+    accounting only: of published models and of the course's simplified ones.
     """
 
     vocab_size: int
@@ -89,7 +88,7 @@ class ModelShape:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square before its root is taken."""
+    """Added to the mean square before the square root."""
 
     def __post_init__(self) -> None:
         require_choice("ModelShape", "feed_forward", self.feed_forward, FeedForward)
@@ -123,48 +122,48 @@ class ModelShape:
 
     @property
     def has_attention(self) -> bool:
-        """Whether blocks have attention beside their feed-forward layer."""
+        """Whether blocks have attention in addition to their feed-forward layer."""
         return self.num_heads > 0
 
     @property
     def head_width(self) -> int:
-        """Width of one head, whether given or derived."""
+        """Width of one head: `head_dim` if given, otherwise derived."""
         if self.head_dim is not None:
             return self.head_dim
         return self.d_model // self.num_heads if self.num_heads else 0
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key and value heads, whether given or derived."""
+        """Number of key and value heads: `num_kv_heads` if given, otherwise `num_heads`."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def attention_width(self) -> int:
-        """Width of all query heads together."""
+        """Total width of all query heads."""
         return self.num_heads * self.head_width
 
     @property
     def key_value_width(self) -> int:
-        """Width of all key heads together, and of all value heads together."""
+        """Total width of all key heads, which equals that of all value heads."""
         return self.key_value_heads * self.head_width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """What replaces the feed-forward layer of a block in a mixture of experts."""
+    """The experts that replace a block's feed-forward layer in a mixture of experts."""
 
     num_experts: int
     experts_per_token: int
     width: int
     """Width of one expert's hidden activations."""
     shared_width: int = 0
-    """Width of the expert that every token goes through."""
+    """Width of the shared expert, which processes every token."""
     num_dense_layers: int = 0
-    """Blocks at the beginning that have an ordinary feed-forward layer instead."""
+    """Leading blocks that have an ordinary feed-forward layer instead."""
     dense_width: int = 0
-    """Width of that layer; 0 where no block has one, or nobody needs to know."""
+    """Width of that ordinary layer; 0 if no block has one or the width is not needed."""
     attention_parameters: int | None = None
-    """Weights of one block's attention, where the shape does not say (latent attention)."""
+    """Parameters of one block's attention if the shape does not imply them (latent attention)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -174,19 +173,19 @@ class Experts:
             )
 
     def active_width(self, dense_width: int, num_layers: int) -> int:
-        """Returns the width of what a token goes through in a block, on average."""
+        """Returns the active feed-forward width per token, averaged over the blocks."""
         dense = self.num_dense_layers / num_layers
         active = self.width * self.experts_per_token + self.shared_width
         return round(active * (1 - dense) + dense_width * dense)
 
 
-# What `paceline.models.TransformerLM` builds; it is here so that a sweep can refuse a shape
-# without loading torch.
+# The settings that `paceline.models.TransformerLM` supports; defined here so that a sweep can
+# reject a shape without importing torch.
 _BUILDABLE = {"feed_forward": "swiglu", "norm": "rmsnorm", "positions": "rotary", "biases": False}
 
 
 def require_buildable(shape: ModelShape) -> None:
-    """Refuses a shape that can be accounted for but not run, naming the field."""
+    """Raises a `ShapeError` that names the field if a shape can be accounted for but not run."""
     for field, buildable in _BUILDABLE.items():
         value = getattr(shape, field)
         if value != buildable:
@@ -199,7 +198,7 @@ def require_buildable(shape: ModelShape) -> None:
 
 
 def require_context(name: str, shape: ModelShape, context_length: int) -> None:
-    """Refuses sequences that are longer than a model accepts."""
+    """Raises a `ShapeError` if sequences are longer than a model accepts."""
     if context_length > shape.max_context_length:
         raise ShapeError(
             f"--context {context_length} is longer than the {shape.max_context_length} tokens "
@@ -209,7 +208,7 @@ def require_context(name: str, shape: ModelShape, context_length: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What one data-parallel rank processes between two optimizer steps."""
+    """The batch that one data-parallel rank processes per optimizer step."""
 
     num_sequences: int
     """Sequences in one forward pass of one rank (the micro-batch)."""
@@ -228,35 +227,35 @@ class BatchShape:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one rank processes between two optimizer steps."""
+        """Tokens that one rank processes per optimizer step."""
         return self.tokens_per_pass * self.accumulation_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtype of everything that a training step stores or multiplies."""
+    """The dtypes in which a training step stores and computes."""
 
     parameters: DType = "float32"
     """The weights that the forward pass reads."""
     compute: DType = "float32"
-    """The operands of matrix multiplications."""
+    """The operands of matmuls."""
     gradients: DType = "float32"
-    """The gradients that accumulate beside the weights."""
+    """The accumulated gradients."""
     reduction: DType = "float32"
-    """The gradients while ranks average them."""
+    """The gradients while they are reduced across ranks."""
     optimizer_state: DType = "float32"
     """The optimizer's moments."""
     master_weights: bool = False
     """Whether the optimizer keeps a float32 copy of lower-precision parameters."""
     autocast: bool = False
-    """Whether weights are cast to the compute dtype operation by operation."""
+    """Whether weights are cast to the compute dtype at each operation."""
 
     def __post_init__(self) -> None:
         for field in ("parameters", "compute", "gradients", "reduction", "optimizer_state"):
             require_choice("Precision", field, getattr(self, field), DType)
 
 
-# A name stands for what people mean by it: the low formats are autocast over float32 weights.
+# Names follow common usage: bfloat16 and float16 mean autocast over float32 weights.
 _PRECISIONS: dict[str, Precision] = {
     "float32": Precision(),
     "bfloat16": Precision(compute="bfloat16", autocast=True),
@@ -265,7 +264,7 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 def precision_preset(name: str) -> Precision:
-    """Returns the precision of that `name`: float32, or bfloat16 or float16 autocast."""
+    """Returns the precision called `name`: float32, bfloat16 autocast or float16 autocast."""
     if name not in _PRECISIONS:
         raise UsageError(f"unknown precision {name!r}; known: {', '.join(_PRECISIONS)}")
     return _PRECISIONS[name]

@@ -1,4 +1,4 @@
-"""The ways to keep ranks equal, by name."""
+"""Names of the data-parallel strategies, which keep the ranks' weights equal."""
 
 from typing import Literal, cast, get_args
 
@@ -22,17 +22,17 @@ StrategyName = Literal[
 ]
 
 SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
-"""Those that shard parameters, gradients and the optimizer state: ZeRO-3."""
+"""Strategies that shard parameters, gradients and optimizer state: ZeRO-3."""
 
 _PER_BUCKET: tuple[StrategyName, ...] = ("sharded", "sharded_per_bucket")
 SHARDED_GRADIENTS = (*_PER_BUCKET, *SHARDED_PARAMETERS)
-"""Those that shard gradients and the optimizer state: ZeRO-2 and 3."""
+"""Strategies that shard gradients and optimizer state: ZeRO-2 and ZeRO-3."""
 
 SHARDED_STATE = ("sharded_optimizer", "torch_zero", "torch_zero_view", *SHARDED_GRADIENTS)
-"""Those that shard the optimizer state: ZeRO-1, 2 and 3."""
+"""Strategies that shard the optimizer state: ZeRO-1, ZeRO-2 and ZeRO-3."""
 
 BUCKET_STRATEGIES = ("bucketed", "torch_ddp", *_PER_BUCKET)
-"""Those that a bucket size makes a difference to."""
+"""Strategies that the bucket size affects."""
 
 _ALIASES = {
     "ddp": "'torch_ddp' or our 'bucketed'",
@@ -42,17 +42,17 @@ _ALIASES = {
     "fsdp": "'fully_sharded' or 'torch_fsdp2'",
     "fsdp2": "'torch_fsdp2'",
 }
-"""What others call the strategies, for the hint to a name that is unknown."""
+"""Common names of the strategies elsewhere, for the hint on an unknown name."""
 
 BucketSize = float | Literal["auto"]
-"""In MiB; auto lets the container choose, where it can."""
+"""Bucket size in MiB; auto lets the container choose, if it can."""
 
 DEFAULT_BUCKET_SIZE_MB = 25.0
-"""In MiB, as torch's."""
+"""In MiB, the same as torch's default."""
 
 
 def sharding_of(strategy: StrategyName) -> Sharding:
-    """Returns what a strategy shards over the data-parallel ranks."""
+    """Returns the state that a strategy shards over the data-parallel ranks."""
     if strategy in SHARDED_PARAMETERS:
         return "parameters"
     if strategy in SHARDED_GRADIENTS:
@@ -61,7 +61,7 @@ def sharding_of(strategy: StrategyName) -> Sharding:
 
 
 def find_strategy(name: str) -> StrategyName:
-    """Returns a strategy; an unknown name is an error with the nearest one and all known."""
+    """Returns a strategy by name; the error for an unknown name suggests the closest one."""
     known: tuple[str, ...] = get_args(StrategyName)
     if name in known:
         return cast(StrategyName, name)
@@ -71,7 +71,7 @@ def find_strategy(name: str) -> StrategyName:
 
 
 def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> None:
-    """Raises if float16 is asked of a strategy whose gradients a loss scaler cannot see."""
+    """Raises a `UsageError` for float16 with sharded gradients, which cannot be unscaled."""
     blind = [name for name in strategies if name in SHARDED_GRADIENTS]
     if precision == "float16" and blind:
         raise UsageError(

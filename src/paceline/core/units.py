@@ -1,10 +1,9 @@
-"""Byte units, kept apart: MB is 10^6 bytes, MiB is 2^20.
+"""Byte units that do not mix: MB is 10^6 bytes, MiB is 2^20.
 
-Storage and network people count in powers of ten, memory in powers of two; at a terabyte
-the two differ by a tenth, enough to change how many devices a model needs. Every function
-here says in its name which one it speaks. Where a number of gigabytes or gibibytes is passed on,
-`Gigabytes` and `Gibibytes` are types of their own: a type checker refuses the one for the other,
-and bytes for either.
+Storage and networks are measured in powers of ten, memory in powers of two. At a terabyte the
+two differ by a tenth, enough to change how many devices a model needs. Names of functions say
+which one they use. `Gigabytes` and `Gibibytes` are distinct types: a type checker rejects one in
+place of the other, and a plain number of bytes in place of either.
 """
 
 import itertools
@@ -20,9 +19,9 @@ NANOSECOND = 1e-9
 """In seconds."""
 
 Gigabytes = NewType("Gigabytes", float)
-"""10^9 bytes each, as devices and links are sold."""
+"""Units of 10^9 bytes, as in the specifications of devices and links."""
 Gibibytes = NewType("Gibibytes", float)
-"""2^30 bytes each, as allocators report."""
+"""Units of 2^30 bytes, as allocators report."""
 
 _BYTE_UNITS = {"b": 1, "kb": KB, "mb": MB, "gb": GB, "kib": KIB, "mib": MIB, "gib": GIB}
 _BIT_UNITS = {"bit": 1, "kbit": KB, "mbit": MB, "gbit": GB, "tbit": TB}
@@ -38,26 +37,26 @@ _DURATION_STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a size such as ``10MB`` or ``25MiB`` as bytes."""
+    """Parses a size such as ``10MB`` or ``25MiB`` into bytes."""
     return round(parse_quantity(text, _BYTE_UNITS, "size", "10MB (10^6 bytes) or 10MiB (2^20)"))
 
 
 def parse_rate(text: str) -> float:
-    """Reads a rate such as ``2gbit`` (tc's notation), ``2Gbit/s`` or ``250MB/s`` as bits/s."""
-    # Gb/s is gigabits to some and gigabytes to others, so that it is neither here.
+    """Parses a rate such as ``2gbit`` (tc's notation), ``2Gbit/s`` or ``250MB/s`` into bits/s."""
+    # Gb/s is ambiguous between gigabits and gigabytes, so it is rejected.
     is_ambiguous = text.strip().endswith("b/s")
     units = _BIT_UNITS if is_ambiguous else _RATE_UNITS
     return parse_quantity(text, units, "rate", "2gbit, 2Gbit/s or 250MB/s")
 
 
 def parse_seconds(text: str, what: str = "duration") -> float:
-    """Reads a duration such as ``5ms`` or ``10min`` as seconds."""
+    """Parses a duration such as ``5ms`` or ``10min`` into seconds."""
     units = {suffix: step for step, suffix in _TIME_STEPS} | {"us": 1e-6, "min": 60.0, "h": 3600.0}
     return parse_quantity(text, units, what, "5ms, 20us, 0.1s or 5min")
 
 
 def parse_quantity(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
-    """Reads a number with one of the units, which are in lower case."""
+    """Parses a number followed by one of the units, whose keys are lower case."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zµ%/]+)", text.strip().lower())
     if match is None or match[2] not in units:
         raise UsageError(f"cannot read the {what} {text!r}; write it like {examples}")
@@ -65,32 +64,32 @@ def parse_quantity(text: str, units: Mapping[str, float], what: str, examples: s
 
 
 def to_gigabytes(num_bytes: float) -> Gigabytes:
-    """Counts bytes in units of 10^9."""
+    """Converts bytes to GB (10^9 bytes)."""
     return Gigabytes(num_bytes / GB)
 
 
 def to_gibibytes(num_bytes: float) -> Gibibytes:
-    """Counts bytes in units of 2^30."""
+    """Converts bytes to GiB (2^30 bytes)."""
     return Gibibytes(num_bytes / GIB)
 
 
 def bytes_of_gigabytes(gigabytes: Gigabytes) -> float:
-    """Returns the bytes of a number of GB."""
+    """Converts GB to bytes."""
     return gigabytes * GB
 
 
 def bytes_of_gibibytes(gibibytes: Gibibytes) -> float:
-    """Returns the bytes of a number of GiB."""
+    """Converts GiB to bytes."""
     return gibibytes * GIB
 
 
 def format_gigabytes(gigabytes: Gigabytes, digits: int = 0) -> str:
-    """Formats GB with their unit, such as ``80 GB``."""
+    """Formats GB with the unit, such as ``80 GB``."""
     return f"{gigabytes:,.{digits}f} GB"
 
 
 def format_gibibytes(gibibytes: Gibibytes, digits: int = 0) -> str:
-    """Formats GiB with their unit, such as ``74.5 GiB``."""
+    """Formats GiB with the unit, such as ``74.5 GiB``."""
     return f"{gibibytes:,.{digits}f} GiB"
 
 
@@ -108,20 +107,20 @@ def format_decimal(value: float, unit: str) -> str:
 
 
 def format_count(value: float) -> str:
-    """Formats a plain number, in full where it is whole or has some digits before the point."""
+    """Formats a number: below 10^12 in full if whole or at least 1,000, else to four digits."""
     in_full = value == int(value) or abs(value) >= 1000
     return f"{value:,.0f}" if in_full and abs(value) < 1e12 else f"{value:.4g}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a short time in the largest unit that keeps it at or above one."""
+    """Formats a short time in the largest unit in which it is at least one."""
     return _format(seconds, _TIME_STEPS, "s")
 
 
 def format_duration(seconds: float) -> str:
-    """Formats how long something lasts in its two largest units, such as ``2 h 5 min``."""
+    """Formats a duration in its two largest units, such as ``2 h 5 min``."""
     for (large, name), (small, rest_name) in itertools.pairwise(_DURATION_STEPS):
-        # Rounded before it is split: 59 min 59.9 s are an hour.
+        # Rounded before it is split: 59 min 59.9 s is an hour.
         whole, rest = divmod(round(seconds / small), large // small)
         if whole:
             return f"{whole} {name} {rest} {rest_name}" if rest else f"{whole} {name}"
@@ -129,7 +128,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _format(value: float, steps: Iterable[tuple[float, str]], unit: str) -> str:
-    # Rounded before the unit is chosen: 999.9 million are a billion to three digits.
+    # Rounded before the unit is chosen: 999.9 million is a billion to three digits.
     value = float(f"{value:.3g}")
     for step, name in steps:
         if abs(value) >= step:

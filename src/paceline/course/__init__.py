@@ -1,1 +1,1 @@
-"""The courses' answers, on top of everything: nothing below knows a course."""
+"""Answers to the course questions. No other package depends on this one."""

@@ -1,8 +1,8 @@
-"""The courses' communication accounting of a model too large for any device, with its working.
+"""The courses' communication accounting for a model too large for any device, step by step.
 
-The model is a stack of feed-forward blocks of two plain matrices. Weights, gradients and Adam's
-moments are float32, what is saved for backward bfloat16. Where a question leaves a convention open,
-both answers are given: GB or GiB, and communications that add up or overlap.
+The model is a stack of feed-forward blocks with two plain matrices each. Weights, gradients and
+Adam's moments are float32; activations saved for backward are bfloat16. Where a question leaves a
+convention open, the answer covers both: GB and GiB, sequential and overlapped communication.
 """
 
 import math
@@ -19,9 +19,9 @@ from paceline.core.errors import ShapeError
 from paceline.core.specs import ModelShape
 from paceline.core.units import GB, GIB
 
-_STATE_BYTES = 16  # Of a parameter: weight, gradient and two moments in float32.
+_STATE_BYTES = 16  # Per parameter: weight, gradient and two moments in float32.
 _ACTIVATION_BYTES = 2
-# What is sold as so many "G" may be meant either way.
+# Vendors' "G" may mean GB or GiB, so these sizes have no unit.
 _H100_SIZE = 80
 _TPU_SIZE = 95
 _COMPUTE = 4.6e14
@@ -37,7 +37,7 @@ _CONVENTIONS: tuple[tuple[Communications, str], ...] = (
 
 
 def account(shape: ModelShape) -> tuple[Explanation, ...]:
-    """Answers the four questions for a model of plain feed-forward blocks."""
+    """Returns the answers to the four questions for a model of plain feed-forward blocks."""
     if shape.feed_forward != "linear" or shape.num_heads or shape.vocab_size:
         raise ShapeError(
             "this accounting is for models of two plain matrices per block, without attention, "
@@ -47,13 +47,13 @@ def account(shape: ModelShape) -> tuple[Explanation, ...]:
 
 
 def _states_and_saved(shape: ModelShape) -> tuple[int, int]:
-    """Returns the bytes of the states, and of one token for backward: all matrices' inputs."""
+    """Returns the bytes of the model states, and the bytes saved per token (all matmul inputs)."""
     saved = _ACTIVATION_BYTES * shape.num_layers * (shape.d_model + shape.d_ff)
     return _STATE_BYTES * count_parameters(shape).total, saved
 
 
 def _num_devices(num_bytes: float, size: float) -> tuple[int, int]:
-    """Returns how many devices of a size hold so many bytes, if it is in GB, and if in GiB."""
+    """Returns the number of devices needed for `num_bytes`, with `size` in GB and in GiB."""
     return math.ceil(num_bytes / (size * GB)), math.ceil(num_bytes / (size * GIB))
 
 

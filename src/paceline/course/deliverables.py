@@ -1,7 +1,7 @@
-"""Every deliverable of the courses in their order: what is asked, and what answers it.
+"""All course deliverables in order: the questions, and the functions that answer them.
 
-The questions are those of the hand-outs in our own words; each part has a function from records to
-blocks, and the kind of record that this function needs.
+The questions paraphrase the hand-outs. Each part has a function that turns records into report
+blocks, and the kind of record that the function needs.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Part:
     question: str
     answer: Callable[[Evidence], tuple[Block, ...]]
     kind: str | None = None
-    """The kind of record that answers it; None for what is calculated."""
+    """The kind of record that the answer needs; None if it is calculated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Deliverable:
     """One problem of the courses."""
 
     name: str
-    """As the courses call it."""
+    """Name in the course hand-outs."""
     title: str
     parts: tuple[Part, ...]
 

@@ -1,4 +1,4 @@
-"""From records to a report, and its files."""
+"""Builds the course report from records and writes it as HTML and Markdown."""
 
 import logging
 import pathlib
@@ -20,14 +20,14 @@ _KEY_FINDINGS = (
     *("backward_to_forward", "bfloat16_to_float32", "fastest_attention", "link_share"),
     *("exposed_communication", "step_against_naive", "peak_prediction", "best_allocation"),
 )
-"""The findings that the page begins with, the first of each name."""
+"""Findings at the top of the report; the first of each name is used."""
 _ON_GPUS = "paceline report build --preset 2gpu --quick"
 
 
 def write_report(
     records: Sequence[Record], directory: pathlib.Path, runs: pathlib.Path | None = None
 ) -> tuple[pathlib.Path, ...]:
-    """Writes a report of records as HTML and Markdown, and returns both paths."""
+    """Writes the report as HTML and Markdown and returns both paths."""
     report = build_report(records, runs)
     directory.mkdir(parents=True, exist_ok=True)
     page = directory / "report.html"
@@ -36,7 +36,10 @@ def write_report(
 
 
 def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) -> Report:
-    """Answers every deliverable, measuring nothing; without runs, scaling laws by made-up ones."""
+    """Returns the report on all deliverables, without running any measurement.
+
+    Without `runs`, the scaling-law question is answered for synthetic runs.
+    """
     evidence = Evidence.of(records, runs)
     sections = tuple(_section(deliverable, evidence) for deliverable in DELIVERABLES)
     parts = [part for section in sections for part in section.parts]
@@ -62,14 +65,14 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
         key_findings=tuple(
             by_name[name]
             for name in _KEY_FINDINGS
-            # What is best for runs that are made up is no finding of anybody's.
+            # The best allocation for synthetic runs is not a measured result.
             if name in by_name and (runs is not None or name != "best_allocation")
         ),
     )
 
 
 def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
-    # The last attempts to measure it that failed or measured only a part.
+    # The latest attempts that failed, and those that measured only a part.
     failures: list[str] = []
     incomplete: list[str] = []
     parts = []
@@ -82,7 +85,7 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
         try:
             blocks = part.answer(evidence)
         except Exception as error:
-            # Whoever has measured for hours must not lose the page to one odd record.
+            # One malformed record must not cost the user a report on hours of measurements.
             _logger.exception("%s, %s: no answer could be made", deliverable.name, part.title)
             blocks = ()
             failures.append(f"{part.title}: the records could not be evaluated: {error!r}")
@@ -100,7 +103,7 @@ def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
 
 
 def commands_for(deliverable: Deliverable, part: Part) -> tuple[str, ...]:
-    """Returns what measures a part: on a laptop, and on GPUs; nothing for what is calculated."""
+    """Returns the commands that measure a part, on a laptop and on GPUs; none if calculated."""
     if part.kind is None:
         return ()
     on_laptop = [

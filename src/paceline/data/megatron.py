@@ -1,9 +1,9 @@
-r"""Megatron's indexed datasets: PREFIX.bin of tokens, PREFIX.idx of where documents are.
+r"""Megatron's indexed datasets: PREFIX.bin holds the tokens, PREFIX.idx the document index.
 
 The index, little-endian throughout: the magic ``MMIDIDX\0\0``; uint64 version 1; uint8 code of
 the token type; uint64 number of sequences; uint64 number of document bounds; int32 length of each
 sequence in tokens; int64 first byte of each sequence in the .bin; int64 bounds of the documents,
-which count sequences, from 0 to their number. Readers memory-map both files.
+as sequence numbers from 0 to the number of sequences. Readers memory-map both files.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _TYPES: dict[int, np.dtype[np.integer]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-"""Types of tokens by code; 6 and 7 are floating point."""
+"""Token types by code; 6 and 7 are floating point."""
 _UINT16, _INT32 = 8, 4
 
 
@@ -45,7 +45,7 @@ class MegatronDataset:
 
     Args:
         index: Path of the .idx.
-        name: What errors call it.
+        name: Name of the dataset in error messages.
     """
 
     def __init__(self, index: str | os.PathLike[str], name: str | None = None) -> None:
@@ -53,7 +53,7 @@ class MegatronDataset:
         self._name = name or str(path)
         try:
             content = np.memmap(path, np.uint8, "r")
-        except (OSError, ValueError) as error:  # NumPy maps no empty file.
+        except (OSError, ValueError) as error:  # NumPy cannot map an empty file.
             raise DataError(f"{self._name}: cannot be read: {error}") from error
         if len(content) < _HEADER.size:
             raise self._truncated()
@@ -73,14 +73,17 @@ class MegatronDataset:
         self._bounds = np.frombuffer(content, "<i8", num_bounds, offset)
         self.dtype = _TYPES[code]
         self._tokens = self._map_tokens(path.with_suffix(".bin"))
-        if num_bounds and (self._bounds[0] != 0 or self._bounds[-1] != num_sequences):
+        bounds = self._bounds
+        if num_bounds and (
+            (bounds[0], bounds[-1]) != (0, num_sequences) or (np.diff(bounds) < 0).any()
+        ):
             raise DataError(f"{self._name}: its documents do not cover its sequences")
 
     def __len__(self) -> int:
         return max(0, len(self._bounds) - 1)
 
     def document(self, number: int) -> npt.NDArray[np.integer]:
-        """Returns the tokens of a document, all its sequences."""
+        """Returns the tokens of all sequences of a document."""
         sequences = range(int(self._bounds[number]), int(self._bounds[number + 1]))
         if len(sequences) == 1:
             return self._sequence(sequences[0])
@@ -88,7 +91,7 @@ class MegatronDataset:
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
     def num_tokens(self) -> int:
-        """Returns how many tokens all documents have."""
+        """Returns the total number of tokens."""
         return int(self._lengths.sum(dtype=np.int64))
 
     def _sequence(self, number: int) -> npt.NDArray[np.integer]:
@@ -118,8 +121,8 @@ def write_megatron(
 ) -> None:
     """Writes a split as PREFIX.bin and PREFIX.idx, the index last.
 
-    Every document is a sequence that ends in the end-of-document token, as Megatron's own
-    preparation makes them with --append-eod.
+    Every document is one sequence that ends with the end-of-document token, as in the output of
+    Megatron's own preparation with --append-eod.
     """
     code = _UINT16 if manifest.dtype == "uint16" else _INT32
     num_before = 0
@@ -145,7 +148,7 @@ def write_megatron(
 
 @contextlib.contextmanager
 def _unfinished(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a sibling to write, which takes the name when it is whole."""
+    """Yields a temporary sibling path, which is renamed to `path` on success."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sibling = path.with_name(f".unfinished-{os.getpid()}-{path.name}")
     try:

@@ -1,22 +1,22 @@
-"""Text from tokens as they come, in whole characters."""
+"""Incremental decoding of tokens to text, in whole characters."""
 
 from paceline.data.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not yet."""
+"""Replacement character that decoders emit for invalid or incomplete bytes."""
 
 
 class TextStream:
-    """Decodes tokens one by one; the bytes of a character are held back until it is whole.
+    """Decodes tokens one by one; holds back the bytes of a character until it is complete.
 
     Args:
-        tokenizer: What the tokens are of.
+        tokenizer: The tokenizer of the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        # Tokens are decoded with those before them: some decoders treat the first one otherwise.
+        # Tokens are decoded after their predecessors: some decoders treat the first differently.
         self._first = 0
         self._num_done = 0
 
@@ -30,7 +30,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Returns what is left, though its last character be incomplete."""
+        """Returns the remaining text, even if its last character is incomplete."""
         text = self._new_text()
         self._first = self._num_done = len(self._tokens)
         return text

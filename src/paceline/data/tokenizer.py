@@ -1,9 +1,9 @@
-"""Tokenizers: any tokenizer.json of Hugging Face's `tokenizers`, or the bytes themselves.
+"""Tokenizers: any tokenizer.json of Hugging Face's `tokenizers`, or the byte vocabulary.
 
-Invariants: a document becomes the same tokens in whatever batch it is encoded; text never becomes
-a special token, not even text that reads like one, so that the end-of-document token stands after
-documents and nowhere else. The byte vocabulary needs no training: a token's id is its byte, and
-255, which never occurs in UTF-8, ends a document.
+Invariants: the tokens of a document do not depend on the batch in which it is encoded. Text never
+becomes a special token, even if it looks like one, so the end-of-document token occurs only after
+documents. The byte vocabulary needs no training: a token's id is its byte, and 255, which never
+occurs in UTF-8, ends a document.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ import numpy.typing as npt
 from paceline.core.errors import DataError, UsageError
 
 BYTES = "bytes"
-"""The name of the byte vocabulary, in place of a file's."""
+"""Name of the byte vocabulary, in place of a file name."""
 END_OF_DOCUMENT = "<|endoftext|>"
-"""The end-of-document token of tokenizers that are trained here."""
+"""End-of-document token of tokenizers that are trained here."""
 
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _NUM_BYTES = 256
@@ -31,27 +31,27 @@ _LAST_BYTE = 255
 PART_CHARACTERS = 2**20
 """Documents longer than this are encoded in parts."""
 _CUT_REGION = 2**13
-"""Characters that are searched for a place to cut, at a time."""
+"""Number of characters that are searched for a cut at a time."""
 _CUTS_PER_REGION = 4
 _MOST_FAILED_CUTS = 64
-"""Places after which a text is encoded whole."""
+"""Number of rejected cuts after which the rest of a text is encoded as one part."""
 _NEIGHBOURS = 64
-"""Characters to either side of a cut that are encoded to see whether it matters."""
+"""Characters on either side of a cut that are encoded to check that it changes no token."""
 _WORD_END = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
-"""Between a word and the blank before the next, where all common tokenizers part words."""
+"""Between a word and the whitespace before the next, where all common tokenizers split words."""
 
 Tokens = npt.NDArray[np.uint32]
 _Encoded = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
 
 
 class Tokenizer:
-    """Turns documents into tokens and back.
+    """Encodes documents to tokens and decodes tokens to text.
 
     Args:
         json: The contents of a tokenizer.json.
-        end_of_document: The token that follows every document, by name or id; by default the one
-            of the well-known names that the tokenizer has.
-        where: What an error calls it.
+        end_of_document: The token that follows every document, by name or id; by default the first
+            well-known name in the vocabulary.
+        where: Name of the tokenizer in error messages.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Tokenizer:
         self.json = json
         try:
             self._inner = tokenizers.Tokenizer.from_str(json)
-        except Exception as error:  # The package raises nothing more special.
+        except Exception as error:  # The package raises nothing more specific.
             raise DataError(
                 f"{where}: not a tokenizer that the tokenizers package can read: {error}"
             ) from error
@@ -72,7 +72,7 @@ class Tokenizer:
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = _find_end(vocabulary, end_of_document, where)
-        # Bytes need no tokenizer to be found, where the end is the byte that is none.
+        # The byte vocabulary is encoded without the package if byte 255 ends a document.
         self._is_bytes = json == byte_tokenizer_json() and self.end_of_document == _LAST_BYTE
 
     @functools.cached_property
@@ -82,16 +82,16 @@ class Tokenizer:
 
     @property
     def end_token(self) -> str | None:
-        """The end-of-document token by name, if it has one."""
+        """Name of the end-of-document token, if it has one."""
         return self._inner.id_to_token(self.end_of_document)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The type that its tokens are stored in."""
+        """The dtype in which tokens are stored."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
     def encode_documents(self, texts: Sequence[str]) -> _Encoded:
-        """Returns all documents' tokens one after another, each with its end, and their lengths."""
+        """Returns the concatenated tokens of documents, with ends, and the length of each."""
         if self._is_bytes:
             contents = [text.encode() for text in texts]
             joined = b"\xff".join((*contents, b""))
@@ -108,7 +108,7 @@ class Tokenizer:
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Returns each document's tokens, without its end."""
+        """Returns the tokens of each document, without the end-of-document token."""
         tokens, lengths = self.encode_documents(texts)
         ends = np.cumsum(lengths)
         return [
@@ -117,12 +117,12 @@ class Tokenizer:
         ]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a text to continue; of an empty one, what begins a document."""
+        """Returns the tokens of a prompt; for an empty one, the end-of-document token."""
         (encoded,) = self.encode_batch([text])
         return [int(token) for token in encoded] or [self.end_of_document]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text of tokens; ends of documents are left out."""
+        """Returns the text of tokens, without special tokens."""
         text: str = self._inner.decode([int(each) for each in tokens], skip_special_tokens=True)
         return text
 
@@ -140,14 +140,14 @@ class Tokenizer:
         return np.array(ids, dtype=self.dtype), lengths
 
     def _encode_long(self, texts: Sequence[str]) -> _Encoded:
-        """Encodes one document in parts: as a whole it would take 150 times its size in memory."""
+        """Encodes one document in parts: as a whole it would need 150 times its size in memory."""
         (text,) = texts
         parts = [np.array(self._ids(part), self.dtype) for part in self._parts(text)]
         tokens = np.concatenate([*parts, np.array([self.end_of_document], self.dtype)])
         return tokens, np.array([len(tokens)])
 
     def _parts(self, text: str) -> Iterator[str]:
-        """Cuts a text between words, where encoding the neighbourhood shows it not to matter."""
+        """Cuts a text between words, where encoding the surroundings shows no effect on tokens."""
         start = 0
         num_failed = 0
         first, end = PART_CHARACTERS - _CUT_REGION, PART_CHARACTERS
@@ -157,7 +157,7 @@ class Tokenizer:
                 if self._may_cut(text, place):
                     yield text[start:place]
                     start = place
-                    end = place + PART_CHARACTERS - _CUT_REGION  # Moved on below.
+                    end = place + PART_CHARACTERS - _CUT_REGION  # Advanced below.
                     break
                 num_failed += 1
             first, end = end, end + _CUT_REGION
@@ -222,7 +222,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
 
 @functools.cache
 def byte_tokenizer_json() -> str:
-    """Returns the byte vocabulary as a tokenizer.json, for whoever has only that format."""
+    """Returns the byte vocabulary as a tokenizer.json, for programs that need that format."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -230,7 +230,7 @@ def byte_tokenizer_json() -> str:
     vocabulary = {characters[byte]: byte for byte in range(_LAST_BYTE)}
     vocabulary[END_OF_DOCUMENT] = _LAST_BYTE
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Without its regular expression: where there are no merges, words do not matter.
+    # Without its regular expression: without merges, splitting into words has no effect.
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_DOCUMENT])
@@ -240,7 +240,7 @@ def byte_tokenizer_json() -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps `tokenizers` to the thread that calls it: workers have a core each."""
+    """Limits `tokenizers` to the calling thread, because each worker has one core."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -254,7 +254,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _byte_characters() -> list[str]:
-    """Returns the printable character that byte-level tokenizers write for each byte."""
+    """Returns the printable character that byte-level tokenizers use for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable}

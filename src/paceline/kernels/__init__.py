@@ -1,4 +1,4 @@
-"""Attention: the operation that the model calls, its backends, and the oracle of its tests."""
+"""Attention: the operation that the model calls, its backends, and a reference for its tests."""
 
 from paceline.kernels.attention.api import (
     BackendChoice,

@@ -1,4 +1,4 @@
-"""Ranges with names, seen by torch's profiler and, on a GPU, by NVIDIA's tools as NVTX ranges."""
+"""Named ranges, visible to torch's profiler and, on a GPU, to NVIDIA's tools as NVTX ranges."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from torch.profiler import record_function
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Marks what runs inside; costs a microsecond or two where nobody looks."""
+    """Marks the enclosed code; costs a microsecond or two when no profiler is active."""
     if torch.compiler.is_compiling():
-        return contextlib.nullcontext()  # A compiled graph has no ranges, and says so aloud.
+        return contextlib.nullcontext()  # A compiled graph has no ranges, and torch would warn.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _range_on_gpu(name)
     return record_function(name)

@@ -1,4 +1,4 @@
-"""A cluster on one machine: hosts behind shaped links, and a throw-away scheduler."""
+"""A virtual cluster on one machine: hosts behind shaped links, and a disposable Slurm."""
 
 from paceline.lab.network import Host, LabError, hosts
 from paceline.lab.shaping import LinkShape

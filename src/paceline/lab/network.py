@@ -1,13 +1,12 @@
-"""Hosts in network namespaces, joined by a switch, behind links of a chosen rate.
+"""Hosts in network namespaces, connected by a switch over links with a chosen rate.
 
-A namespace lives as long as a process is in it. Each host is held by one idle process that
-reads from a pipe whose other end only this process has: when this process ends, however it
-ends, the pipe closes, the holders end whatever still runs on their host and then themselves, and
-the kernel removes namespaces, links and shaping. Nothing has a name, so nothing can be left behind
-or collide.
+A namespace exists as long as a process is in it. Each host has one idle holder process that reads
+from a pipe whose write end only this process has. When this process exits for any reason, the pipe
+closes, each holder kills the remaining processes on its host and exits, and the kernel removes
+namespaces, links and shaping. Namespaces are anonymous, so they cannot leak or collide.
 
-As root the namespaces are made directly; otherwise inside a user namespace, where the kernel
-allows one. Nothing in them can reach the outside: the switch has no uplink.
+As root, namespaces are created directly; otherwise inside a user namespace, if the kernel allows
+it. Hosts cannot reach the outside: the switch has no uplink.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ _MAX_HOSTS = 250
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
-# `cat` answers until its standard input ends, that is until the lab is gone. Then everything else
-# in the namespace is killed, more than once because it may be forking.
+# `cat` echoes until its standard input closes, that is, until the lab is gone. Then every other
+# process in the namespace is killed, in several rounds because it may be forking.
 _HOLDER = """
 cat
 own=$(readlink /proc/self/ns/net)
@@ -45,22 +44,22 @@ _HOLDER_GRACE_S = 5.0
 
 
 class LabError(PacelineError):
-    """The machine cannot provide the network that was asked for."""
+    """The machine cannot provide the requested network."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """One virtual machine's worth of network: its own interfaces, routes and ports."""
+    """A virtual host with its own network interfaces, routes and ports."""
 
     index: int
-    """Among the hosts, from 0."""
+    """Index of the host, from 0."""
     address: str
-    """On the network that the hosts share."""
+    """Address on the network shared by the hosts."""
     prefix: tuple[str, ...]
-    """Words to put before a command so that it runs on this host."""
+    """Words that prefix a command to run it on this host."""
 
     def run(self, *command: str) -> str:
-        """Runs a command on this host and returns its output; failing is an error.
+        """Runs a command on this host and returns its output; raises an error if it fails.
 
         Args:
             command: The program and its arguments.
@@ -70,10 +69,10 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
-    """Makes hosts that reach each other through a switch, each over a link of its own.
+    """Creates hosts connected by a switch, each over its own link.
 
     Args:
-        count: How many.
+        count: Number of hosts.
         link: Rate, delay and loss of every host's link; unshaped by default.
     """
     link = link or LinkShape()
@@ -105,8 +104,8 @@ def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link:
     host.run("ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
     host.run("ip", "link", "set", "lo", "up")
     host.run("ip", "link", "set", INTERFACE, "up")
-    # Both ends have the rate: the host's for what it sends, the switch's for what it receives. What
-    # goes from host to host is delayed once, on its way out.
+    # Both ends limit the rate: the host's end for sending, the switch's end for receiving. Traffic
+    # between hosts is delayed once, on egress.
     _shape(inside, INTERFACE, link)
     _shape(switch, port, dataclasses.replace(link, delay_s=0.0))
     if link.loss > 0:
@@ -128,8 +127,8 @@ def _shape(prefix: tuple[str, ...], device: str, link: LinkShape) -> None:
 
 @contextlib.contextmanager
 def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Holds a new namespace and yields the words that run a command in it."""
-    # Only the first namespace of an ordinary user makes a user namespace; the others enter it.
+    """Creates a namespace and yields the prefix that runs a command in it."""
+    # Without root, only the first namespace creates a user namespace; the others enter it.
     new_user = [] if _is_root() or prefix else ["--user", "--map-root-user"]
     holder = subprocess.Popen(
         [*prefix, "unshare", *new_user, "--net", "sh", "-c", _HOLDER],
@@ -155,7 +154,7 @@ def _namespace(prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _wait_until_held(holder: subprocess.Popen[bytes]) -> None:
-    """Waits until the holder answers: only then has it entered its namespace."""
+    """Waits until the holder replies, which proves that it has entered its namespace."""
     assert holder.stdin is not None
     assert holder.stdout is not None
     try:
@@ -178,7 +177,7 @@ def _is_root() -> bool:
 
 
 def _without_network(prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the words that enter the same user namespace but keep the own network."""
+    """Returns the prefix that enters the same user namespace but not its network namespace."""
     return () if _is_root() else tuple(word for word in prefix if word != "--net")
 
 

@@ -1,7 +1,7 @@
-"""How fast a link really is: one TCP stream for a moment, counted where it arrives.
+"""Measures the real rate of a link with one short TCP stream, counted at the receiver.
 
 ``python -m paceline.lab.probe receive ADDRESS`` prints the port that it listens on, then the
-payload bits per second; ``python -m paceline.lab.probe send ADDRESS PORT BUFFER`` feeds it.
+payload bits per second; ``python -m paceline.lab.probe send ADDRESS PORT BUFFER`` sends to it.
 """
 
 import socket
@@ -14,17 +14,17 @@ from paceline.lab.network import Host, LabError
 
 _WARMUP_S = 0.15
 _DURATION_S = 0.8
-# The rate is the median over windows: a moment in which this process does not run is not the line.
+# The rate is the median over windows, so that scheduling pauses of this process do not affect it.
 _WINDOW_S = 0.05
 _CHUNK_BYTES = 1 << 16
-# What is still queued when the sender stops must drain: a fraction of a second's worth.
+# Data still queued when the sender stops must drain, so the buffer holds a fraction of a second.
 _QUEUE_S = 0.1
 _BUFFER_BYTES_RANGE = (1 << 16, 1 << 22)
 _TIMEOUT_S = 20.0
 
 
 def measure_link(sender: Host, receiver: Host, rate_bits_per_s: float | None = None) -> float:
-    """Returns the payload bits per second that arrive from one host at another."""
+    """Returns the rate at which payload arrives from one host at another, in bits per second."""
     smallest, largest = _BUFFER_BYTES_RANGE
     queue_bytes = largest if rate_bits_per_s is None else int(rate_bits_per_s / 8 * _QUEUE_S)
     buffer_bytes = min(largest, max(smallest, queue_bytes))
@@ -54,7 +54,7 @@ def _receive(address: str) -> None:
         connection.settimeout(_TIMEOUT_S)
         buffer = bytearray(_CHUNK_BYTES)
         begin = time.perf_counter()
-        # The bucket's burst and TCP's slow start are not the line.
+        # Exclude the token bucket's burst and TCP slow start.
         while time.perf_counter() - begin < _WARMUP_S:
             connection.recv_into(buffer)
         rates = []

@@ -1,7 +1,7 @@
-"""Becomes a command inside a host: ``python -m paceline.lab.rank PARENT_PID COMMAND ...``.
+"""Executes a command inside a host: ``python -m paceline.lab.rank PARENT_PID COMMAND ...``.
 
-Entering a user namespace makes the kernel forget the parent-death signal, so it is asked for
-here, after entering and before the command takes over this process.
+Entering a user namespace clears the parent-death signal, so it is set here, after entering the
+namespace and before the command replaces this process.
 """
 
 import os
@@ -13,12 +13,12 @@ from paceline.lab.network import Host
 
 
 def rank_command(host: Host, command: Sequence[str]) -> list[str]:
-    """Returns the words that run a command on a host, as a child that dies with this process."""
+    """Returns the command line that runs a command on a host and dies with this process."""
     return [*host.prefix, sys.executable, "-m", "paceline.lab.rank", str(os.getpid()), *command]
 
 
 def main() -> None:
-    """Replaces this process by the command."""
+    """Replaces this process with the command."""
     parent_pid, *command = sys.argv[1:]
     die_with_parent(int(parent_pid))
     try:

@@ -1,8 +1,8 @@
-"""Running a command once per rank on the hosts of the lab.
+"""Runs a command once per rank on the hosts of the lab.
 
-Rank 0's standard output is ours, untouched, so that it can be piped; everything else goes to
-standard error, each line with its host and rank. The first rank that fails ends the others
-and gives the exit code.
+Rank 0's standard output passes through unchanged, so that it can be piped. All other output goes to
+standard error, with the host and rank in front of each line. The first rank that fails ends the
+others and determines the exit code.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from paceline.lab.shaping import LinkShape
 from paceline.records.environment import threads_per_rank
 from paceline.records.links import link_variables
 
-# Nothing else lives in a host's namespace, so any port is free.
+# A host's namespace contains nothing else, so any port is free.
 _MASTER_PORT = 15_000
 
 _GRACE_S = 60.0
-"""For ranks that save something when they are asked to stop; a second request cuts it short."""
+"""Time for ranks to save their state when asked to stop; a second request cuts it short."""
 
 
 def run_in_lab(
     command: Sequence[str], *, num_hosts: int, ranks_per_host: int, link: LinkShape
 ) -> int:
-    """Makes the hosts, measures their link, runs the command on them, and cleans up."""
+    """Creates hosts, measures their link, runs the command on them, and cleans up."""
     with termination_as_exit(), hosts(num_hosts, link) as made:
         environment = {}
-        # One host has a link too, but nothing crosses it.
+        # A single host has a link too, but no traffic crosses it.
         if num_hosts > 1:
             measured = measure_link(made[1], made[0], link.rate_bits_per_s)
             sys.stderr.write(f"paceline lab: measured link bandwidth {measured / 1e6:.0f} Mbit/s\n")
@@ -53,7 +53,7 @@ def run_on_hosts(
     ranks_per_host: int,
     environment: Mapping[str, str],
 ) -> int:
-    """Runs the command once per rank and returns the exit code of all."""
+    """Runs the command once per rank and returns the exit code of the group."""
     processes: dict[str, subprocess.Popen[bytes]] = {}
     pumps: list[threading.Thread] = []
     for rank in range(len(made) * ranks_per_host):
@@ -76,7 +76,7 @@ def run_on_hosts(
 
 
 def rank_environment(made: Sequence[Host], rank: int, ranks_per_host: int) -> dict[str, str]:
-    """Returns the variables by which a rank finds its number and the others."""
+    """Returns the environment variables that define a rank and its process group."""
     world_size = len(made) * ranks_per_host
     return {
         "RANK": str(rank),
@@ -88,7 +88,7 @@ def rank_environment(made: Sequence[Host], rank: int, ranks_per_host: int) -> di
         "MASTER_PORT": str(_MASTER_PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "NCCL_SOCKET_IFNAME": INTERFACE,
-        # torch warns on every connection that these addresses have no names.
+        # torch warns on every connection that these addresses have no host names.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(world_size))),
     }
@@ -98,7 +98,7 @@ def _pump(stream: IO[bytes], name: str) -> threading.Thread:
     def copy() -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\n")
-            # Without a reader of ours the ranks must still not block on a full pipe.
+            # Keep draining if stderr is closed, so that ranks never block on a full pipe.
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"{name} | {text}\n")
         stream.close()

@@ -1,26 +1,26 @@
-"""What a link is to be like, as people write it and as the kernel takes it."""
+"""The properties of a link, parsed from user input and converted to `tc` arguments."""
 
 import dataclasses
 
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_quantity
 
-# A queue of packets that the line drains in this time; longer ones are dropped, as by a switch.
+# Queue length as the time to drain it; packets beyond it are dropped, as by a switch.
 _QUEUE_S = 0.2
-# The bucket lets this much through at once. A large one lets small messages outrun the line; one
-# below the 64 KiB of a segmentation-offload packet would drop those.
+# Bytes that the token bucket passes at once. A large burst lets small messages exceed the rate; one
+# below the 64 KiB of a segmentation-offload packet would drop such packets.
 _MINIMUM_BURST_BYTES = 64 * 1024
 _BURST_S = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkShape:
-    """The line between a host and the switch, the same in both directions."""
+    """The link between a host and the switch, symmetric in both directions."""
 
     rate_bits_per_s: float | None = None
-    """None for as fast as the kernel can."""
+    """Rate in bits per second; None for unlimited."""
     delay_s: float = 0.0
-    """Added on the way from one host to another."""
+    """Delay added to each packet between two hosts."""
     loss: float = 0.0
     """Share of packets dropped on arrival."""
 
@@ -34,7 +34,7 @@ class LinkShape:
 
     @property
     def bucket_arguments(self) -> list[str]:
-        """The arguments of the kernel's token bucket for this rate."""
+        """The `tc` arguments of a token bucket filter for this rate."""
         rate = self.rate_bits_per_s or 0.0
         burst = max(_MINIMUM_BURST_BYTES, int(rate / 8 * _BURST_S))
         limit = burst + int(rate / 8 * _QUEUE_S)
@@ -42,5 +42,5 @@ class LinkShape:
 
 
 def parse_loss(text: str) -> float:
-    """Reads a loss such as ``1%`` as a share."""
+    """Parses a loss such as ``1%`` into a fraction."""
     return parse_quantity(text, {"%": 0.01}, "loss", "1%")

@@ -1,9 +1,9 @@
-"""A Slurm cluster of virtual nodes on this machine, in a directory of its own.
+"""A Slurm cluster of virtual nodes on this machine, in its own directory.
 
-One controller and one daemon per virtual node, all on loopback ports that were free when the
-cluster started; authentication through a munge of its own. Everything that it writes is in the
-directory, every process has its pid file there, and stopping ends exactly those. GPUs are files
-that Slurm counts and hands out; there is nothing behind them.
+It has one controller and one daemon per virtual node, all on loopback ports that were free at
+start, and a separate munge for authentication. All files, including a pid file per process, are in
+the directory; stopping the cluster ends exactly those processes. GPUs are placeholder files that
+Slurm counts and allocates, without hardware.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ class SlurmError(PacelineError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmStatus:
-    """What a cluster in a directory is doing."""
+    """State of the cluster in a directory."""
 
     state: Literal["running", "stopped"]
     directory: str
     configuration: str
     nodes: tuple[str, ...] = ()
-    """Each node with its state, as sinfo gives them."""
+    """Each node with its state, as printed by sinfo."""
 
 
 def missing_packages() -> list[str]:
-    """Returns the Debian packages that a local Slurm needs and this machine lacks."""
-    # Daemons live in sbin, which an ordinary user's path leaves out.
+    """Returns the Debian packages that a local Slurm needs and that are not installed."""
+    # Daemons live in sbin, which is not in an ordinary user's PATH.
     return sorted({package for tool, package in _DAEMONS.items() if _find(tool) is None})
 
 
@@ -63,7 +63,7 @@ def start_slurm(
         raise SlurmError(f"a cluster is running in {directory}; stop it first")
     directory = directory.resolve()
     _require_own(directory)
-    # What a controller that crashed has left: its nodes, and a state that no longer fits.
+    # Clean up after a crashed controller: its daemons, and state that is no longer valid.
     stop_slurm(directory)
     shutil.rmtree(directory / "state", ignore_errors=True)
     for name in ("run", "state", "log"):
@@ -95,15 +95,15 @@ def start_slurm(
 
 
 def stop_slurm(directory: pathlib.Path) -> None:
-    """Ends the cluster's jobs and processes, those whose pid files are in the directory."""
+    """Ends the cluster's jobs, and the processes whose pid files are in the directory."""
     directory = directory.resolve()
     if slurm_status(directory).state == "running":
-        # A daemon that ends leaves its jobs running, by design.
+        # Slurm daemons leave jobs running on exit by design, so cancel them first.
         _client(directory, "scancel", f"--user={getpass.getuser()}")
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         while _client(directory, "squeue", "--noheader") and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
-    # Nodes first, so that the controller still hears their goodbye; munge last.
+    # Nodes first, so that the controller can still process their shutdown; munge last.
     order = {"slurmd": 0, "slurmctld": 1, "munged": 2}
     files = sorted(
         (directory / "run").glob("*.pid"),
@@ -118,7 +118,7 @@ def stop_slurm(directory: pathlib.Path) -> None:
 
 
 def slurm_status(directory: pathlib.Path) -> SlurmStatus:
-    """Returns whether a cluster runs in the directory, and its nodes."""
+    """Returns the state of the cluster in the directory, with its nodes."""
     directory = directory.resolve()
     configuration = str(directory / "slurm.conf")
     status = SlurmStatus(state="stopped", directory=str(directory), configuration=configuration)
@@ -153,7 +153,7 @@ def _write_configuration(
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core",
         "ReturnToService=2",
-        # More CPUs than the machine has are claimed, so that several ranks can be placed.
+        # Allow more CPUs than the machine has, so that several ranks can be placed.
         "SlurmdParameters=config_overrides",
         # Bind to loopback instead of all addresses.
         "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny",
@@ -179,7 +179,7 @@ def _write_configuration(
 def _start(command: list[str], directory: pathlib.Path) -> None:
     program = _find(command[0])
     assert program is not None
-    # Daemons go to the background by themselves and keep what they are given: give them nothing.
+    # Daemons move to the background but keep inherited file descriptors, so pass them none.
     result = subprocess.run(
         [program, *command[1:]],
         stdin=subprocess.DEVNULL,
@@ -213,7 +213,7 @@ def _sinfo(directory: pathlib.Path) -> tuple[str, ...]:
 
 
 def _client(directory: pathlib.Path, *command: str) -> str:
-    """Runs one of Slurm's commands against this cluster and returns what it prints."""
+    """Runs a Slurm client command against this cluster and returns its output."""
     environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=30
@@ -221,7 +221,7 @@ def _client(directory: pathlib.Path, *command: str) -> str:
 
 
 def _require_own(directory: pathlib.Path) -> None:
-    """Makes the directory for this user alone, and refuses one that is somebody else's."""
+    """Creates the directory with access for this user only; rejects another user's directory."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_uid != os.geteuid():
         raise SlurmError(f"{directory} belongs to another user; choose another --directory")
@@ -233,10 +233,10 @@ def _find(tool: str) -> str | None:
 
 
 def _is_own_daemon(pid: int, directory: pathlib.Path) -> bool:
-    """Tells whether a process is a daemon of this cluster: a stale pid file may name a stranger.
+    """Returns whether a process is a daemon of this cluster; a stale pid file may name another.
 
-    Every daemon has a file of the directory on its command line. One that ended but was not
-    collected by its parent has none.
+    Every daemon has a path inside the directory on its command line. A zombie has an empty command
+    line.
     """
     with contextlib.suppress(OSError):
         return str(directory).encode() in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()

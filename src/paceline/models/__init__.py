@@ -1,4 +1,4 @@
-"""The Transformer that everything else trains."""
+"""The Transformer language model that Paceline trains."""
 
 from paceline.models.transformer import TransformerLM, next_token_loss
 

@@ -1,4 +1,4 @@
-"""Text from a model, token by token; ours keeps keys and values in a cache."""
+"""Autoregressive generation; our own model uses a key-value cache."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,15 +28,15 @@ def generate(
     """Returns tokens that continue a prompt, until the document ends or the context is full.
 
     Args:
-        model: In evaluation mode, on the device of the prompt.
+        model: The model in evaluation mode, on the device of the prompt.
         prompt: One-dimensional, at least one token.
-        num_tokens: The most to make.
-        temperature: Divides the logits; 0 takes the likeliest token each time.
-        top_k: Draw from the so many likeliest tokens only.
-        end_of_document: The token after which to stop; it is not returned.
-        generator: Source of chance.
-        forward: What to call instead of the model: what a strategy has wrapped it in.
-        cached: Whether keys and values are kept; otherwise `forward` gets all tokens each time.
+        num_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample only from this many most likely tokens.
+        end_of_document: The token at which to stop; it is not returned.
+        generator: Random number generator for sampling.
+        forward: Callable to use instead of the model: a strategy's wrapper around it.
+        cached: Whether to use a key-value cache; otherwise `forward` gets all tokens each time.
     """
     if prompt.ndim != 1 or not len(prompt):
         raise UsageError("a prompt has at least one token; the end-of-document token begins a text")

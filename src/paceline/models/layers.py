@@ -1,7 +1,7 @@
 """The layers of the model: norm, rotary positions, attention, gated feed-forward.
 
-Whatever the surrounding precision, norms and rotations are computed in float32: their sums
-and small angles are what bf16 and fp16 lose first.
+Norms and rotations are computed in float32 under any autocast precision: their sums and small
+angles lose accuracy first in bf16 and fp16.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Normalises in float32 and returns the input's dtype."""
+        """Normalises in float32 and returns a tensor of the input's dtype."""
         normalized = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.epsilon)
         return normalized.type_as(x)
 
 
 class RotaryPositions(nn.Module):
-    """Turns pairs of channels by an angle that grows with the position (Su 2021)."""
+    """Rotates pairs of channels by an angle proportional to the position (Su 2021)."""
 
     cosine: Tensor
     sine: Tensor
@@ -42,14 +42,14 @@ class RotaryPositions(nn.Module):
         self.max_context_length = max_context_length
         self.theta = theta
         angles = torch.empty(max_context_length, head_dim // 2)
-        # Derived from the shape, so no part of a checkpoint.
+        # Derived from the shape, so not part of a checkpoint.
         self.register_buffer("cosine", torch.empty_like(angles), persistent=False)
         self.register_buffer("sine", torch.empty_like(angles), persistent=False)
         self.reset_buffers()
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Fills the tables; needed again after a model leaves the meta device."""
+        """Fills the tables; call again after a model leaves the meta device."""
         if self.cosine.is_meta:
             return
         device = self.cosine.device
@@ -76,7 +76,7 @@ class RotaryPositions(nn.Module):
 
         Args:
             x: Queries or keys.
-            start: The position of the first of them, or those of all where there are gaps.
+            start: The position of the first token, or the positions of all if not contiguous.
         """
         at = start if isinstance(start, Tensor) else slice(start, start + x.shape[-2])
         cosine, sine = self.cosine[at], self.sine[at]
@@ -88,10 +88,10 @@ class RotaryPositions(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of one layer for the positions so far, in memory for all that may come.
+    """Key-value cache of one layer, allocated once for the maximum length.
 
     Args:
-        max_length: Positions that there is room for.
+        max_length: Number of positions to allocate.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -100,7 +100,7 @@ class LayerCache:
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds positions; returns the keys and values of all so far."""
+        """Appends positions; returns the keys and values of all positions so far."""
         if self._kept is None:
             room = (*key.shape[:-2], self._max_length, key.shape[-1])
             self._kept = key.new_empty(room), value.new_empty(room)
@@ -113,10 +113,10 @@ class LayerCache:
 
 
 class SequenceShare(Protocol):
-    """What a rank has of each sequence, where several ranks share it."""
+    """A rank's part of each sequence under context parallelism."""
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Returns the positions of this rank's tokens, so many, in their sequence."""
+        """Returns the positions of this rank's `num_tokens` tokens in their sequence."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, implementation: AttentionImplementation
@@ -132,7 +132,7 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = shape.head_width
         self.implementation: AttentionImplementation = implementation
         self.share: SequenceShare | None = None
-        """This rank's part of each sequence; None where it has all of it."""
+        """This rank's part of each sequence; None if it has the whole sequence."""
         self.query = nn.Linear(shape.d_model, shape.attention_width, bias=False)
         self.key = nn.Linear(shape.d_model, shape.key_value_width, bias=False)
         self.value = nn.Linear(shape.d_model, shape.key_value_width, bias=False)
@@ -144,14 +144,14 @@ class CausalSelfAttention(nn.Module):
         positions: RotaryPositions,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "batch sequence d_model"]:
-        """Attends to what came before.
+        """Returns causal self-attention of a sequence.
 
         Args:
-            x: The sequence, or with a cache what continues it.
+            x: The sequence; with a cache, its continuation.
             positions: Shared by all layers, so that its tables exist once.
-            cache: Keys and values of the sequence so far, to which those of `x` are added.
+            cache: Keys and values of the sequence so far; those of `x` are appended.
         """
-        # What a cache continues, every rank has whole.
+        # With a cache, every rank has the whole sequence.
         share = self.share if cache is None else None
         start: int | Tensor = 0 if cache is None else cache.length
         if share is not None:
@@ -164,7 +164,7 @@ class CausalSelfAttention(nn.Module):
         if share is not None:
             mixed = share.attend(query, key, value, self.implementation)
         else:
-            # A single token that continues a sequence may look at all of it.
+            # A single token that continues a sequence may attend to all of it.
             is_causal = cache is None or query.shape[-2] > 1
             mixed = attention(
                 query, key, value, causal=is_causal, implementation=self.implementation
@@ -186,6 +186,6 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Multiplies the gate's activation with the other projection."""
+        """Returns ``down(silu(gate(x)) * up(x))``."""
         mixed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return mixed

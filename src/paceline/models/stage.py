@@ -1,8 +1,8 @@
-"""A part of a language model: consecutive blocks, with the embedding or the head at its ends.
+"""A pipeline stage of a language model: consecutive blocks, with embedding or head at the ends.
 
-Modules and parameters keep the names that they have in the whole model, such as
-``blocks.3.attention.query.weight``, so that the stages of a pipeline together have the state
-dictionary of the model, however it was cut.
+Modules and parameters keep their names from the whole model, such as
+``blocks.3.attention.query.weight``. So the state dictionaries of all stages together are the
+state dictionary of the model, regardless of how it was split.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from paceline.models.transformer import TransformerLM, run_blocks
 
 
 class TransformerStage(nn.Module):
-    """Some blocks of a model, whose modules it takes over.
+    """Some blocks of a model; shares the model's modules.
 
     Args:
-        model: The whole model; what no stage takes of it is free to go.
-        blocks: Numbers of the blocks. The first brings the embedding with it, the last the head.
-        has_embedding: Whether it has the embedding without the first block, too: under whose name
-            a tied head is known.
+        model: The whole model; its modules outside the stage can be freed.
+        blocks: Numbers of the blocks. The first includes the embedding, the last includes the head.
+        has_embedding: Whether to include the embedding even without the first block: a tied head
+            is stored under its name.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class TransformerStage(nn.Module):
         return self.shape.max_context_length
 
     def forward(self, x: Tensor) -> Float[Tensor, "batch sequence width"]:
-        """Returns the stream after its blocks, or the logits if it has the head.
+        """Returns the residual stream after the stage's blocks, or the logits if it has the head.
 
         Args:
-            x: Tokens if it has the embedding, otherwise the stream that the stage before returned.
+            x: Tokens if it has the embedding, otherwise the output of the previous stage.
         """
         if self.embedding is not None:
             x = self.embedding(x)
@@ -60,6 +60,6 @@ class TransformerStage(nn.Module):
         return logits
 
     def compile_blocks(self) -> None:
-        """Compiles every block on its own, in place."""
+        """Compiles each block separately, in place."""
         for block in self.blocks:
             block.compile()

@@ -2,9 +2,10 @@
 
 Token embedding, pre-norm blocks of causal attention and gated feed-forward, a final norm and
 an output layer. The residual stream keeps the parameters' dtype; inside a block, autocast
-may lower the matrix multiplications. Initialisation keeps the stream's scale independent of
-width and depth: each matrix by its fan-in, those that write to the stream smaller by
-sqrt(2 layers), the output layer so small that the first loss is close to log(vocabulary).
+may lower the precision of matmuls. Initialisation keeps the stream's scale independent of
+width and depth: each matrix is scaled by its fan-in, and matrices that write to the stream
+are smaller by sqrt(2 layers). The output layer is so small that the initial loss is close to
+log(vocabulary).
 """
 
 import math
@@ -23,7 +24,7 @@ from paceline.models.layers import CausalSelfAttention, LayerCache, RMSNorm, Rot
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each on a normed copy and added to the stream."""
+    """Attention, then feed-forward; each reads the normalised stream and adds to it."""
 
     def __init__(self, shape: ModelShape, implementation: AttentionImplementation) -> None:
         super().__init__()
@@ -47,8 +48,8 @@ class TransformerLM(nn.Module):
     """A language model of a given shape.
 
     Args:
-        shape: The dimensions; those that only exist to be accounted for are refused.
-        attention: What computes attention: a backend of `flash_attention`, or naive.
+        shape: The dimensions; shapes that are supported for accounting only are rejected.
+        attention: Implementation of attention: a backend of `flash_attention`, or naive.
         activation_checkpointing: full keeps only each block's input and recomputes the
             rest during backward.
     """
@@ -82,10 +83,10 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises weights and tables in place; needed after leaving the meta device."""
+        """Initialises weights and tables in place; call again after leaving the meta device."""
         shape = self.shape
         if shape.tied_embeddings:
-            # Here and not only at first: leaving the meta device unties what was tied.
+            # Tied again on every call, because leaving the meta device unties the weights.
             self.head.weight = self.embedding.weight
         self.positions.reset_buffers()
         for weight, std in self.initial_weights():
@@ -95,8 +96,8 @@ class TransformerLM(nn.Module):
                 nn.init.ones_(module.weight)
 
     def initial_weights(self) -> Iterator[tuple[Tensor, float]]:
-        """Yields every matrix with its standard deviation, in the order in which they are drawn."""
-        # Drawn first: when tied, the output layer's smaller scale below is the one that counts.
+        """Yields every matrix with its standard deviation, in drawing order."""
+        # Drawn first: with tied embeddings, the output layer's smaller scale below then wins.
         yield self.embedding.weight, 1.0
         residual_scale = 1 / math.sqrt(2 * self.shape.num_layers)
         for module in self.modules():
@@ -116,9 +117,9 @@ class TransformerLM(nn.Module):
         """Returns the logits of the next token at every position.
 
         Args:
-            tokens: Numbers below the vocabulary's size.
-            caches: Of each block, the keys and values of the sequence so far, which `tokens`
-                continue: the whole beginning first, then one token at a time.
+            tokens: Token ids below the vocabulary size.
+            caches: One key-value cache per block for the sequence so far, which `tokens`
+                continue: first the whole prompt, then one token at a time.
         """
         length = tokens.shape[-1] + (caches[0].length if caches else 0)
         if length > self.shape.max_context_length:
@@ -133,11 +134,11 @@ class TransformerLM(nn.Module):
         return logits
 
     def compile_blocks(self) -> None:
-        """Compiles every block on its own, in place.
+        """Compiles each block separately, in place.
 
-        A whole compiled model computes all gradients in one piece, so that nothing can be
-        communicated before the last is ready; block by block, gradients arrive as in eager
-        mode. Names of parameters and modules stay as they are.
+        A model compiled as a whole computes all gradients in one graph, so no gradient can be
+        communicated before the last one is ready. Compiled block by block, gradients arrive as
+        in eager mode. Names of parameters and modules do not change.
         """
         for block in self.blocks:
             block.compile()
@@ -151,14 +152,14 @@ def run_blocks(
     *,
     recompute: bool = False,
 ) -> Float[Tensor, "batch sequence d_model"]:
-    """Returns the residual stream after one block and the next.
+    """Runs blocks in order and returns the residual stream.
 
     Args:
-        blocks: Of a model, or of a part of it.
-        x: The stream before them.
+        blocks: The blocks of a model or of a stage.
+        x: The residual stream before the blocks.
         positions: Shared by all blocks.
-        caches: Of each block, the keys and values of the sequence so far.
-        recompute: Whether to keep only each block's input, for backward to compute the rest again.
+        caches: One key-value cache per block for the sequence so far.
+        recompute: Whether to keep only each block's input and recompute the rest during backward.
     """
     for number, block in enumerate(blocks):
         if recompute:
@@ -173,17 +174,17 @@ def run_blocks(
 def next_token_loss(
     logits: Float[Tensor, "batch sequence vocabulary"], targets: Int[Tensor, "batch sequence"]
 ) -> Float[Tensor, ""]:
-    """Returns the mean cross-entropy in float32, whatever dtype the logits have.
+    """Returns the mean cross-entropy, computed in float32 for any dtype of the logits.
 
     Args:
-        logits: Of every position.
-        targets: The token that follows each.
+        logits: Logits of every position.
+        targets: The token that follows each position.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def draw_weight(weight: Tensor, std: float) -> None:
-    """Draws a matrix, without what lies beyond three standard deviations, in place."""
+    """Fills a matrix from a normal distribution truncated at three standard deviations."""
     nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
 
 

@@ -1,4 +1,4 @@
-"""Ranks and what they do together."""
+"""Data-parallel training: launching ranks, containers and sharded optimizers."""
 
 from paceline.parallel.buckets import GradientError
 from paceline.parallel.ddp.containers import (

@@ -1,13 +1,13 @@
-"""Gradients in few, flat, contiguous pieces.
+"""Gradient buckets: gradients packed into a few flat, contiguous buffers.
 
-The plan is a pure function of the parameters and the cap, so every rank arrives at the same one,
+The plan is a pure function of the parameters and the cap, so every rank computes the same plan,
 on every run and after every restart. Parameters are taken in reverse order, because backward
-reaches the last layers first. A bucket holds one dtype on one device; how sizes grow up to the cap
-and shrink again is `paceline.accounting.communication.buckets`'s.
+reaches the last layers first. A bucket holds one dtype on one device.
+`paceline.accounting.communication.buckets` defines how sizes grow up to the cap and shrink again.
 
-A bucket's buffer holds its gradients and, behind them, one number per parameter: 1 where this rank
-has a gradient for it. Summed over the ranks with everything else, they tell without a further
-call whether any rank had one.
+A bucket's buffer holds its gradients, followed by one flag per parameter: 1 if this rank has a
+gradient for it. The flags are summed over the ranks together with the gradients, which shows
+without another collective whether any rank had a gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,60 +24,60 @@ from paceline.parallel.ranks.rank_weight import RankWeight
 
 
 class GradientError(PacelineError):
-    """A gradient that cannot be synchronised, naming its parameter."""
+    """A gradient that cannot be synchronised; the message names its parameter."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, as a plain one that shares its memory."""
+    """Returns this rank's part of a tensor as a plain tensor that shares its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Returns all of a tensor, as a plain one; ranks that have parts of it call it together."""
+    """Returns the full tensor as a plain tensor; collective over the ranks that hold its parts."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorSpec(NamedTuple):
-    """What a plan needs to know of a tensor."""
+    """The properties of a tensor that determine its place in a plan."""
 
     name: str
     num_elements: int
-    """Real numbers: a complex one counts as two."""
+    """Number of real elements; a complex element counts as two."""
     dtype: torch.dtype
     device: torch.device
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in its bucket."""
+    """The position of a tensor in its bucket."""
 
     tensor: int
-    """The tensor's place in the list that was planned."""
+    """The tensor's index in the planned list."""
     offset: int
     num_elements: int
 
     def piece_of(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor's elements in a bucket's buffer, flat."""
+        """Returns the flat slice of a bucket's buffer that holds the tensor's elements."""
         return buffer[self.offset : self.offset + self.num_elements]
 
 
 class BucketPlan(NamedTuple):
-    """One bucket: its tensors in the order in which backward reaches them."""
+    """The layout of one bucket, with its tensors in the order in which backward reaches them."""
 
     dtype: torch.dtype
     device: torch.device
     slots: tuple[Slot, ...]
     num_elements: int
-    """Elements of all tensors, padding included."""
+    """Elements of all tensors, including padding."""
 
     def message_bytes(self, reduction_dtype: torch.dtype | None) -> int:
-        """Returns what is communicated, in the buffer's dtype or another."""
+        """Returns the size of the bucket's message in `reduction_dtype` or the bucket's dtype."""
         return (self.num_elements + len(self.slots)) * (reduction_dtype or self.dtype).itemsize
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list[BucketPlan]:
-    """Divides tensors into buckets of at most `cap_bytes`, in the order of their launch.
+    """Divides tensors into buckets of at most `cap_bytes`, in launch order.
 
-    Without a cap there is one bucket per dtype and device; a cap of zero makes one per tensor.
+    Without a cap there is one bucket per dtype and device; a cap of zero gives one per tensor.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index in range(len(tensors) - 1, -1, -1):
@@ -97,7 +97,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
 def place_tensors(
     tensors: Sequence[TensorSpec], indices: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> BucketPlan:
-    """Lays tensors one behind another, each aligned."""
+    """Places tensors one after another, each aligned."""
     itemsize = dtype.itemsize
     offset = 0
     slots = []
@@ -115,18 +115,18 @@ def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def num_reals(tensor: Tensor) -> int:
-    """Returns how many real numbers a tensor holds; a complex one is two."""
+    """Returns the number of real elements of a tensor; a complex element counts as two."""
     return tensor.numel() * (1 + tensor.is_complex())
 
 
 class Bucket:
-    """A flat buffer whose pieces are the gradients of its parameters.
+    """A flat buffer whose slices are the gradients of its parameters.
 
     Args:
-        plan: What it holds.
-        parameters: The list that was planned, by place.
-        names: What to call them, by place.
-        reduction_dtype: What is sent; by default the gradients' own dtype.
+        plan: Layout of the bucket.
+        parameters: The planned list of parameters, which `Slot.tensor` indexes.
+        names: The parameters' names, in the same order, for error messages.
+        reduction_dtype: The dtype of messages; by default the gradients' own dtype.
     """
 
     def __init__(
@@ -153,25 +153,25 @@ class Bucket:
         ]
         self._message_dtype = reduction_dtype or plan.dtype
         self.is_received_early = self._message_dtype != plan.dtype
-        """Whether a message has memory of its own, which is freed when it has arrived."""
+        """Whether messages use separate memory, which is freed when they have been received."""
         self._missing: list[int] = []
-        """Positions that this rank had no gradient for in the last pass."""
-        # Where the message is wider than the gradients, scaling it instead of them loses nothing.
+        """Positions without a gradient on this rank in the last pass."""
+        # If the message dtype is wider than the gradients', scaling the message loses no precision.
         self._scales_message = self._message_dtype.itemsize > plan.dtype.itemsize
 
     def keep(self, position: int) -> None:
-        """Moves a gradient into the buffer as it is, because it is not to be sent yet."""
+        """Moves a gradient into the buffer unscaled, because it is not sent in this pass."""
         self._move((position,), None)
 
     def take(self, positions: Sequence[int], weight: RankWeight) -> None:
-        """Moves gradients into the buffer, multiplied by the weight unless the message will be."""
+        """Moves gradients into the buffer, scaled by the weight unless `pack` scales them."""
         self._move(positions, None if self._scales_message else weight)
 
     def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
-        """Returns this rank's part of the sum, with zeros for what is missing.
+        """Returns this rank's summand, with zeros for missing gradients.
 
         Args:
-            taken: Positions whose gradients were taken in already.
+            taken: Positions whose gradients `take` has already moved into the buffer.
             weight: Weight of this rank's gradients in the average.
         """
         self._fill(taken, weight)
@@ -183,21 +183,21 @@ class Bucket:
         return message
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Starts to add up the ranks' messages."""
+        """Starts the all-reduce of the ranks' messages."""
         work: dist.Work | None = dist.all_reduce(message, group=group, async_op=True)
         assert work is not None
         return work
 
     def unpack(self, message: Tensor) -> None:
-        """Takes in the sum."""
+        """Copies the reduced message into the buffer, unless it is the buffer."""
         if message is not self.buffer:
             self.buffer.copy_(message)
 
     def _move(self, positions: Sequence[int], weight: RankWeight | None) -> None:
-        """Moves gradients into the buffer, multiplied by a weight if there is one.
+        """Moves gradients into the buffer, scaled by the weight if one is given.
 
-        Optimizers drop gradients after a step, and user code may set others: each comes back as
-        a tensor of its own, and becomes a view of the buffer again here.
+        Optimizers drop gradients after a step, and user code may assign others. Each new gradient
+        is a separate tensor until this method replaces it with a view of the buffer.
         """
         gradients: list[Tensor] = []
         targets: list[Tensor] = []
@@ -207,7 +207,7 @@ class Bucket:
             gradient = reducible_gradient(
                 parameter, self.names[position], self._dtypes[position], self.plan.device
             )
-            # Not whether it is the same object: converting a module lets that point elsewhere.
+            # Compares addresses, not objects: converting a module can repoint the same object.
             if gradient.data_ptr() == self._addresses[position]:
                 there.append(gradient)
                 continue
@@ -239,15 +239,16 @@ class Bucket:
                 self._missing.append(position)
             elif position not in taken:
                 left.append(position)
-        # A gradient of an earlier pass may have been replaced by user code since.
+        # User code may have replaced a gradient of an earlier pass.
         self.take(left, weight)
 
 
 def give_missing_gradients(buckets: Iterable[Bucket]) -> None:
-    """Gives a gradient to parameters that only other ranks had one for, when all sums are here.
+    """Sets the gradient of parameters that only other ranks had one for; call after all sums.
 
-    Only where this rank has none, whether others have one is read, once for all buckets: that waits
-    for the device, and optimizers treat a gradient of zeros unlike none.
+    The distinction matters because optimizers treat a zero gradient differently from none. Reading
+    the flags waits for the device, so they are read once for all buckets, and only for parameters
+    that have no gradient on this rank.
     """
     missing = [(bucket, position) for bucket in buckets for position in bucket._missing]
     if missing:
@@ -260,13 +261,13 @@ def give_missing_gradients(buckets: Iterable[Bucket]) -> None:
 def reducible_gradient(
     parameter: nn.Parameter, name: str, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns a parameter's gradient, or says why it cannot be added to those of other ranks.
+    """Returns a parameter's gradient; raises if it cannot be reduced with those of other ranks.
 
     Args:
-        parameter: Whose gradient has been computed.
-        name: What to call it.
-        dtype: What it was when its container was made.
-        device: Where it was then.
+        parameter: The parameter whose gradient has been computed.
+        name: The parameter's name, for error messages.
+        dtype: The parameter's dtype when its container was created.
+        device: The parameter's device when its container was created.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -293,7 +294,7 @@ def reducible_gradient(
 
 
 def view_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """Shapes a flat piece like a parameter, with the same strides where it is dense."""
+    """Returns a view of a flat piece in a parameter's shape, with its strides if it is dense."""
     if parameter.is_complex():
         return torch.view_as_complex(piece.view(*parameter.shape, 2))
     if _is_dense(parameter):

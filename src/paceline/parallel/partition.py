@@ -1,10 +1,12 @@
-"""Which rank's shard holds which elements of which parameters.
+"""The mapping of parameter elements to the ranks' shards.
 
-Parameters of one dtype on one device lie one behind another in a flat buffer, of which every rank
-owns a shard. Where shards are cut is a pure function of the parameters' sizes and the number of
-ranks, so that all ranks arrive at the same cuts. Elements are cut evenly, across the borders of
-parameters: for optimizers that treat each element by itself. Whole parameters go to the rank that
-has the fewest elements so far, the largest first: for all others.
+Parameters of one dtype on one device are concatenated in a flat buffer, and every rank owns one
+shard of it. Shard borders are a pure function of the parameters' sizes and the number of ranks, so
+all ranks compute the same borders. There are two partitions:
+
+- By elements, for elementwise optimizers: shards are equally large and may split a parameter.
+- By parameters, for all other optimizers: each whole parameter, the largest first, goes to the rank
+  with the fewest bytes so far.
 """
 
 import enum
@@ -41,11 +43,11 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
-"""Those that treat each element by itself, so that it does not matter where cuts lie."""
+"""Optimizers that update each element independently, so a shard may split a parameter."""
 
 
 def choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> Partition:
-    """Returns how an optimizer's parameters are sharded, by default as finely as it allows."""
+    """Returns the partition for an optimizer, by default the finest that it allows."""
     is_elementwise = optimizer_cls in _ELEMENTWISE
     if partition is None:
         return Partition.ELEMENTS if is_elementwise else Partition.PARAMETERS
@@ -62,14 +64,14 @@ def choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> P
 
 
 class ParameterSlice(NamedTuple):
-    """Some elements of one parameter, in the order of its memory, that one rank owns."""
+    """A range of elements of one parameter, in memory order, that one rank owns."""
 
     tensor: int
-    """The parameter's place in the list that was sharded."""
+    """The parameter's index in the sharded list."""
     start: int
     end: int
     offset: int
-    """Where the slice begins in the flat buffer."""
+    """Start of the slice in the flat buffer."""
 
 
 class ShardLayout(NamedTuple):
@@ -79,15 +81,15 @@ class ShardLayout(NamedTuple):
     device: torch.device
     slots: tuple[Slot, ...]
     borders: Sequence[int]
-    """Where shards begin, in the order of ranks, and where the last one ends."""
+    """Start of each rank's shard, in rank order, followed by the end of the last one."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of all shards together, padding included."""
+        """Total elements of all shards, including padding."""
         return self.borders[-1]
 
     def slices(self, rank: int) -> Iterator[ParameterSlice]:
-        """Yields what a rank owns, in the order of the flat buffer."""
+        """Yields the slices that a rank owns, in the order of the flat buffer."""
         begin, end = self.borders[rank], self.borders[rank + 1]
         for tensor, offset, num_elements in self.slots:
             first, last = max(begin, offset), min(end, offset + num_elements)
@@ -96,7 +98,7 @@ class ShardLayout(NamedTuple):
 
 
 def shard_evenly(plan: BucketPlan, num_ranks: int) -> ShardLayout:
-    """Gives every rank equally many elements of a bucket, padded at its end."""
+    """Assigns every rank an equal number of elements of a bucket, padded at its end."""
     shard = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
     borders = range(0, shard * num_ranks + 1, shard) if shard else (0,) * (num_ranks + 1)
     return ShardLayout(plan.dtype, plan.device, plan.slots, borders)
@@ -108,10 +110,9 @@ def plan_shards(
     """Lays out one flat buffer per dtype and device, and shards each over all ranks.
 
     Args:
-        tensors: What to shard.
-        loads: How many bytes each rank owns so far; where whole parameters are assigned, what
-            it gets is added.
-        partition: How to shard.
+        tensors: The tensors to shard.
+        loads: Bytes that each rank owns so far. `Partition.PARAMETERS` adds the bytes it assigns.
+        partition: How to shard the buffers.
     """
     plans = plan_buckets(tensors, cap_bytes=None)
     if partition is Partition.ELEMENTS:

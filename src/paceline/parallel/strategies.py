@@ -1,7 +1,7 @@
-"""The registry of ways to keep ranks equal, torch's own among them.
+"""Registry of data-parallel strategies, including torch's own.
 
-Benchmarks and the trainer take a strategy by name, so that each is compared with the others
-under the same conditions.
+Benchmarks and the trainer select a strategy by name, so all of them are compared under the same
+conditions.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# Imported before there is a group: whatever group exists then becomes a default argument in it.
+# Import before a group exists: a group that exists at import becomes a default argument there.
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -35,7 +35,7 @@ from paceline.parallel.torch_fsdp2 import apply_fsdp2, traffic_of
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 
-# torch 2.13 renames the option and warns of the old name, which is the only one before it.
+# torch 2.13 renames this option and deprecates the old name; earlier versions have only the old.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -52,9 +52,9 @@ _SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = (
 def apply_strategy(
     name: StrategyName, module: nn.Module, bucket_size_mb: BucketSize | None = None
 ) -> nn.Module:
-    """Wraps a module so that all ranks train it together; "none" returns it as it is.
+    """Wraps a module for data-parallel training over all ranks; "none" returns it unchanged.
 
-    Without a bucket size, each strategy takes its own default.
+    Without a bucket size, each strategy uses its own default.
     """
     if bucket_size_mb is None:
         return _WRAP[name](module)
@@ -71,18 +71,18 @@ def make_optimizer(
     groups: Sequence[dict[str, Any]] | None = None,
     **options: Any,
 ) -> Optimizer:
-    """Makes the optimizer of a model that a strategy has wrapped.
+    """Creates the optimizer of a model that a strategy has wrapped.
 
     Args:
         name: The strategy.
-        model: What it has wrapped.
-        optimizer_cls: An optimizer of torch.
-        groups: Groups of the model's parameters; one of all of them by default.
-        options: For the optimizer.
+        model: The wrapped model.
+        optimizer_cls: A torch optimizer class.
+        groups: Parameter groups; by default one group with all of the model's parameters.
+        options: Keyword arguments for the optimizer.
     """
     parameters = list(model.parameters()) if groups is None else list(groups)
     if name in ("torch_zero", "torch_zero_view") and dist.get_world_size() > 1:
-        # Importing it compiles torch's functional optimizers: a sixth of all that a rank imports.
+        # This import compiles torch's functional optimizers: a sixth of a rank's import time.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
@@ -97,7 +97,7 @@ def make_optimizer(
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients down to a norm, whoever has them; returns the norm that they had."""
+    """Clips the gradients, sharded or not, to a total norm; returns the norm before clipping."""
     if isinstance(model, DataParallelContainer):
         return model.clip_grad_norm_(max_norm)
     return whole_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
@@ -105,7 +105,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 @contextlib.contextmanager
 def without_synchronization(model: nn.Module) -> Iterator[None]:
-    """Lets backward passes add to the gradients of this rank, to be averaged by a later pass."""
+    """Accumulates gradients locally inside the context; a later pass averages them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
         try:
@@ -120,23 +120,23 @@ def without_synchronization(model: nn.Module) -> Iterator[None]:
 
 
 def message_sizes(module: nn.Module) -> list[int]:
-    """Returns the bytes of each message of gradients in the last step of a wrapped module."""
+    """Returns the bytes of each gradient message in the last step of a wrapped module."""
     if isinstance(module, DataParallelContainer):
         return module.message_bytes()
     if isinstance(module, DistributedDataParallel):
         data = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        # Buckets are arranged anew after the first step; until then there are only the first ones.
+        # DDP rebuilds its buckets after the first step; until then only the initial sizes exist.
         text = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
         return [int(size) for size in text.split(",")]
     return [] if (traffic := traffic_of(module)) is None else traffic.message_bytes()
 
 
 def record_statistics(module: nn.Module, enabled: bool = True) -> None:
-    """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
+    """Turns the recording of timestamps for `synchronization_stats` on or off.
 
     Args:
-        module: What a strategy has wrapped.
-        enabled: Whether to keep them.
+        module: A module that a strategy has wrapped.
+        enabled: Whether to record subsequent passes.
     """
     if isinstance(module, DataParallelContainer):
         module.record_statistics(enabled)
@@ -145,10 +145,10 @@ def record_statistics(module: nn.Module, enabled: bool = True) -> None:
 
 
 def synchronization_stats(module: nn.Module) -> SynchronizationStats | None:
-    """Returns sizes and times of the last synchronisation of a wrapped module on this rank.
+    """Returns message sizes and times of a wrapped module's last synchronisation on this rank.
 
-    None before it, where nobody has asked to `record_statistics` before, and of torch's
-    DistributedDataParallel, which does not tell them.
+    Returns None before the first synchronisation, if `record_statistics` was not on for it, and
+    for torch's DistributedDataParallel, which does not report them.
     """
     if isinstance(module, DataParallelContainer):
         return module.synchronization_stats()
@@ -164,7 +164,7 @@ def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None = None) -> n
     return DistributedDataParallel(
         module,
         bucket_cap_mb=bucket_size_mb,
-        # Its fastest settings: gradients live in the buckets, and the graph is the same each step.
+        # DDP's fastest settings: gradients are views of the buckets, and the graph is static.
         gradient_as_bucket_view=True,
         static_graph=True,
         **sync_buffers,

@@ -1,10 +1,10 @@
-"""torch's FSDP2, which tells what it sends and waits for as our containers do.
+"""torch's FSDP2, instrumented to report messages and waits like Paceline's containers.
 
-FSDP2 calls its collectives through objects that may be replaced. Here these are torch's own, which
-are counted and, if somebody asks, timed. On a CPU each call returns when its message has arrived,
-so that all the time spent in calls is exposed. On a GPU they run in streams of their own: FSDP2
-makes the computing stream wait for them where nobody else can see it, and what is exposed is
-unknown.
+FSDP2 calls its collectives through replaceable objects. This module replaces them with wrappers
+around torch's own, which count the calls and optionally time them. On a CPU each call blocks until
+its message has arrived, so all the time spent in calls is exposed communication. On a GPU the
+collectives run in separate streams, and FSDP2 makes the compute stream wait for them internally,
+so the exposed time is unknown.
 """
 
 import itertools
@@ -37,36 +37,36 @@ class TorchTraffic:
     """Messages and waits of a module that FSDP2 shards.
 
     Args:
-        device: Where its parameters are.
+        device: The device of the module's parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = device.type == "cpu"
-        """Whether a call returns only when its message has arrived."""
+        """Whether a collective call blocks until its message has arrived."""
         self._sync_state = SyncState()
         self.traffic = Traffic(device, self._sync_state)
         self._in_backward = False
 
     def record_statistics(self, enabled: bool) -> None:
-        """Has the moments of the steps to come kept, or no longer."""
+        """Turns the recording of timestamps on or off for subsequent steps."""
         self._sync_state.records_statistics = enabled
 
     def message_bytes(self) -> list[int]:
-        """Returns the size of each message of gradients in the last synchronisation."""
+        """Returns the size of each gradient message in the last synchronisation."""
         return self.traffic.message_bytes()
 
     def stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation, if they were recorded."""
+        """Returns message sizes and times of the last synchronisation, or None if not recorded."""
         return self.traffic.stats()
 
     def before_forward(self, *_: object) -> None:
-        """Begins a pass, before anything of it is gathered."""
-        if current_pass() == OUTSIDE_BACKWARD:  # Otherwise a checkpoint computes it a second time.
-            self._in_backward = False  # An error may have ended the last one.
+        """Begins a forward pass, before its first all-gather."""
+        if current_pass() == OUTSIDE_BACKWARD:  # Otherwise a checkpoint recomputes the forward.
+            self._in_backward = False  # An error may have aborted the last backward.
             self.traffic.begin_forward()
 
     def after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Watches for the gradients of the output, before FSDP2 does."""
+        """Registers hooks on the output's gradients, before FSDP2 registers its own."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class TorchTraffic:
 
     def _end_backward(self) -> None:
         self.traffic.end_backward()
-        # FSDP2 sends its last messages in a callback that stands in the queue before this one.
+        # FSDP2 sends its last messages in a callback that is queued before this one.
         Variable._execution_engine.queue_callback(self._complete)
 
     def _complete(self) -> None:
@@ -89,7 +89,7 @@ class TorchTraffic:
 
 
 class _CountedAllGather(DefaultAllGather):
-    """torch's all-gather of parameters, in which a rank waits."""
+    """torch's all-gather of parameters, timed as a wait."""
 
     def __init__(self, traffic: TorchTraffic) -> None:
         self._traffic = traffic
@@ -108,7 +108,7 @@ class _CountedAllGather(DefaultAllGather):
 
 
 class _CountedReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter of gradients, one message of them."""
+    """torch's reduce-scatter of gradients, counted as one message."""
 
     def __init__(self, traffic: TorchTraffic, num_parameters: int) -> None:
         self._traffic = traffic
@@ -134,11 +134,11 @@ _known: MutableMapping[nn.Module, TorchTraffic] = weakref.WeakKeyDictionary()
 
 
 def apply_fsdp2(module: nn.Module) -> nn.Module:
-    """Shards each block, and then what is left, as FSDP2's documentation advises."""
+    """Shards each block, then the remaining parameters, as FSDP2's documentation recommends."""
     device = next(module.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     traffic = TorchTraffic(device)
-    # Both hooks come before FSDP2's own: this one is made earlier, the other one is put in front.
+    # Both hooks run before FSDP2's own: this one is registered first, the other is prepended.
     module.register_forward_hook(traffic.after_forward)
     counted: set[nn.Parameter] = set()
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
@@ -156,5 +156,5 @@ def apply_fsdp2(module: nn.Module) -> nn.Module:
 
 
 def traffic_of(module: nn.Module) -> TorchTraffic | None:
-    """Returns the messages and waits of a module that `apply_fsdp2` has sharded."""
+    """Returns the recorded traffic of a module sharded by `apply_fsdp2`, None for others."""
     return _known.get(module)

@@ -1,1 +1,1 @@
-"""Layouts of a model over a cluster: what each would take."""
+"""Planning of parallel layouts: predicted memory, step time and goodput on a cluster."""

@@ -1,1 +1,1 @@
-"""A step's time on a calibrated machine, and the backtest of such predictions."""
+"""Step-time prediction for a calibrated machine, and backtests of the predictions."""

@@ -1,14 +1,14 @@
-"""Predictions beside measurements: what the model of a step gets wrong, and by how much.
+"""Compares predicted step times with measurements, and corrects predictions by the errors.
 
-A prediction is a sum of terms. Where measurements of other cases are at hand, each group of terms
-gets a factor: the least squares of the relative errors, drawn towards 1 as far as the cases do not
-say otherwise. The interval of a corrected prediction is as wide as the errors of the other cases:
-nine in ten of them were smaller.
+A prediction is a sum of terms. If measurements of other cases are available, each group of terms
+gets a correction factor: the least-squares solution for the relative errors, regularized towards 1.
+The interval of a corrected prediction covers nine in ten of the errors of the other cases.
 
-Every case is predicted with factors and an interval that were found without it (leave one out).
+Every case is predicted with factors and an interval fitted without it (leave-one-out).
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,36 +29,36 @@ GROUPS: Groups = {
     "contention": ("contention_s",),
     "exposed": ("exposed_s",),
 }
-"""Those of a step of a data-parallel strategy."""
+"""Groups for the step of a data-parallel strategy."""
 
 COVERAGE = 0.9
 _PRIOR_SPREAD = 0.5
 _ERROR_SPREAD = 0.08
 _LEAST_FACTOR = 0.1
 FEWEST_CASES = 10
-"""The fewest cases that give factors and an interval."""
+"""Minimum number of cases for factors and an interval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestCase:
-    """One step that was predicted and measured."""
+    """One predicted and measured step."""
 
     labels: Mapping[str, str]
-    """What tells it from others, by name."""
+    """Labels that distinguish the case, by name."""
     terms: Mapping[str, float]
-    """Seconds by term."""
+    """Predicted seconds by term."""
     measured_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What other cases teach about predictions."""
+    """Correction factors and interval width, fitted to other cases."""
 
     groups: Groups
     factors: Mapping[str, float]
-    """By group of terms."""
+    """Factor of each group of terms."""
     log_error: float
-    """Nine in ten of the errors, as logarithms of ratios, were smaller."""
+    """Bound on nine in ten of the errors, as a log ratio."""
 
     def apply(self, terms: Mapping[str, float]) -> Estimate:
         """Returns the corrected step time with its interval."""
@@ -69,7 +69,7 @@ class Correction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldOutPrediction:
-    """A case beside what was predicted of it by the others."""
+    """A case with its prediction from the other cases."""
 
     case: BacktestCase
     predicted: Estimate
@@ -81,55 +81,59 @@ class HeldOutPrediction:
 
     @property
     def is_covered(self) -> bool | None:
-        """Whether the interval holds what was measured; None where there is no interval."""
+        """Whether the interval contains the measured value; None without an interval."""
         low, high = self.predicted.low, self.predicted.high
         return None if low is None or high is None else low <= self.case.measured_s <= high
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BacktestSummary:
-    """All held-out predictions in a few numbers."""
+    """Summary statistics of held-out predictions."""
 
     num_cases: int
     median_error: float
-    """Of the absolute relative errors."""
+    """Median of the absolute relative errors."""
     ninetieth_error: float
     coverage: float | None
-    """Share of cases inside of their interval; None where there are too few for one."""
+    """Fraction of cases inside their interval; None if there are no intervals."""
     median_width: float | None
-    """Half of the interval, relative to the prediction."""
+    """Median half-width of the intervals, relative to the prediction."""
 
 
 def fit_correction(cases: Sequence[BacktestCase], groups: Groups = GROUPS) -> Correction:
-    """Learns factors from cases, and an interval from how each is predicted by the others."""
+    """Fits factors to cases, and an interval to their leave-one-out errors."""
     if len(cases) < FEWEST_CASES:
         raise UsageError(
             f"{len(cases)} measured cases are too few for an interval; measure at least "
             f"{FEWEST_CASES} besides the one that is predicted"
         )
     rows = np.stack([_grouped(case.terms, groups) / case.measured_s for case in cases])
-    # One factor per group, so that rows times factors is close to 1.
+    # Solve for one factor per group such that rows @ factors is close to 1.
     weight = (_ERROR_SPREAD / _PRIOR_SPREAD) ** 2
     matrix = rows.T @ rows + weight * np.eye(rows.shape[1])
     solved = np.linalg.solve(matrix, rows.sum(axis=0) + weight)
     factors = np.clip(solved, _LEAST_FACTOR, None)
-    # Each case without itself: the leverage of a row tells how much it pulled its own prediction.
+    # Leave-one-out residuals: a row's leverage is its influence on its own prediction.
     leverage = np.einsum("ij,jk,ik->i", rows, np.linalg.inv(matrix), rows)
     residuals = (rows @ factors - 1) / (1 - leverage)
-    errors = np.sort(np.abs(np.log1p(np.clip(residuals, -0.9, None))))
-    # One more than the share itself: the case to come is one of them.
-    rank = min(len(errors) - 1, int(np.ceil(COVERAGE * (len(errors) + 1))) - 1)
+    errors = np.abs(np.log1p(np.clip(residuals, -0.9, None)))
     return Correction(
         groups=groups,
         factors=dict(zip(groups, factors.tolist(), strict=True)),
-        log_error=float(errors[rank]),
+        log_error=covering_error(errors.tolist()),
     )
+
+
+def covering_error(errors: Sequence[float]) -> float:
+    """Returns the conformal 90% quantile of errors, which counts the next case as one more."""
+    rank = min(len(errors) - 1, math.ceil(COVERAGE * (len(errors) + 1)) - 1)
+    return sorted(errors)[rank]
 
 
 def leave_one_out(
     cases: Sequence[BacktestCase], groups: Groups = GROUPS
 ) -> list[HeldOutPrediction]:
-    """Predicts every case by what all others teach; with too few others, uncorrected."""
+    """Predicts every case from all others; uncorrected if there are too few others."""
     predictions = []
     for index, case in enumerate(cases):
         predictions += predict_others([case], [*cases[:index], *cases[index + 1 :]], groups)
@@ -137,7 +141,7 @@ def leave_one_out(
 
 
 def leave_group_out(cases: Sequence[BacktestCase], label: str) -> list[HeldOutPrediction]:
-    """Predicts all cases with the same label, such as a model, by what all others teach."""
+    """Predicts the cases of each label value, such as each model, from all other cases."""
     predictions = []
     for value in dict.fromkeys(case.labels[label] for case in cases):
         held_out = [case for case in cases if case.labels[label] == value]
@@ -149,10 +153,10 @@ def leave_group_out(cases: Sequence[BacktestCase], label: str) -> list[HeldOutPr
 def predict_others(
     held_out: Sequence[BacktestCase], cases: Sequence[BacktestCase], groups: Groups = GROUPS
 ) -> list[HeldOutPrediction]:
-    """Predicts cases that are held out by what the cases teach.
+    """Predicts held-out cases with a correction fitted to `cases`.
 
-    With fewer than `FEWEST_CASES` they teach nothing: a prediction is the sum of its terms, without
-    an interval.
+    With fewer than `FEWEST_CASES` cases there is no correction: each prediction is the sum of its
+    terms, without an interval.
     """
     if len(cases) < FEWEST_CASES:
         predicted = [Estimate(value=float(_grouped(case.terms, groups).sum())) for case in held_out]
@@ -166,7 +170,7 @@ def predict_others(
 
 
 def summarize(held_out: Sequence[HeldOutPrediction]) -> BacktestSummary:
-    """Returns error and coverage over all predictions."""
+    """Returns the error and coverage over all predictions."""
     errors = np.abs([each.error for each in held_out])
     covered = [each.is_covered for each in held_out if each.is_covered is not None]
     widths = [

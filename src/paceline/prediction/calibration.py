@@ -1,7 +1,7 @@
-"""What a calibrated group of ranks reaches on the parts of a training step.
+"""Measured costs of a group of ranks for the parts of a training step.
 
-Linear layers and attention of other shapes than those that were timed take the rate of the nearest
-ones, by their distance in the logarithms of their dimensions.
+Linear layers and attention with shapes that were not measured use the rates of the nearest measured
+shapes. Distance is Euclidean in the logarithms of the dimensions.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from paceline.records import CaseValue
 
 _NEIGHBOURS = 3
 _FARTHEST = math.log(16)
-"""Beyond a factor of 16 in one dimension, or of 4 in two at once, rates tell nothing."""
+"""Largest usable distance: a factor of 16 in one dimension, or about 7 in each of two."""
 
 _Cost = TypeVar("_Cost")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Measured forward and backward of one shape."""
+    """Measured forward and backward time of one shape."""
 
     dimensions: tuple[int, ...]
     forward_s: float
@@ -33,57 +33,57 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured costs of one topology: the same hardware, ranks and links."""
+    """Measured costs of one topology, i.e. one combination of hardware, ranks and links."""
 
     topology: Mapping[str, CaseValue]
-    """The fields of a record's case that describe it."""
+    """The record case fields that identify the topology."""
     linears: tuple[Timed, ...]
     """Linear layers, by tokens, inputs and outputs."""
     attentions: tuple[Timed, ...]
     """Attention, by sequences, context length, heads, key-value heads and head width."""
     elementwise_s_per_element: float
-    """Time of each number that an elementwise operation reads or writes."""
+    """Seconds per element that an elementwise operation reads or writes."""
     copy_s_per_element: float
-    """Time of each number that a copy of large tensors reads or writes."""
+    """Seconds per element that a copy of large tensors reads or writes."""
     forward_launch_s: float
-    """Cost of launching an operator in forward, whatever its size."""
+    """Cost of launching an operator in forward, independent of its size."""
     backward_launch_s: float
     """Cost of launching an operator in backward."""
     optimizer_s_per_parameter: float
-    """Time of updating one parameter."""
+    """Seconds to update one parameter."""
     collectives: Mapping[str, CollectiveFit]
-    """Cost of collectives by operation; empty with one rank."""
+    """Cost fit of each collective operation; empty for one rank."""
     contentions: Mapping[str, Contention]
-    """Contention by operation; empty with one rank."""
+    """Contention of compute with each operation; empty for one rank."""
     attention_implementation: str
     float32_matmul_precision: str
     engine: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds of a block's pass whatever its size, by how it is laid over the ranks: plain, tensor,
-    sequence, shard, pipeline. Empty with one rank; calibrations may be older than some of them."""
+    """Size-independent seconds of a block's pass by layout: plain, tensor, sequence, shard,
+    pipeline. Empty for one rank. Calibrations from older versions may lack some layouts."""
     oversubscription: float = 1.0
-    """Threads of all ranks of a machine over its processors; at least 1."""
+    """Ratio of threads of all ranks on a machine to its processors; at least 1."""
 
     @property
     def world_size(self) -> int:
-        """Ranks that it was measured with."""
+        """Number of ranks in the measurement."""
         return int(str(self.topology["world_size"]))
 
     def collective(self, operation: Operation) -> CollectiveFit:
-        """Returns the cost of an operation by size."""
+        """Returns the cost of an operation as a function of size."""
         return _require(self.collectives, operation)
 
     def contention(self, operation: Operation) -> Contention:
-        """Returns the contention of compute with an operation."""
+        """Returns the contention between compute and an operation."""
         return _require(self.contentions, operation)
 
 
 def linear_work(dimensions: tuple[int, ...]) -> float:
-    """Returns the multiplications of a linear layer, by tokens, inputs and outputs."""
+    """Returns the multiplications of a linear layer with these tokens, inputs and outputs."""
     return float(math.prod(dimensions))
 
 
 def attention_work(dimensions: tuple[int, ...]) -> float:
-    """Returns the multiplications of attention's scores, by its dimensions."""
+    """Returns the multiplications for the attention scores of these dimensions."""
     num_sequences, context, num_heads, _, head_dim = dimensions
     return float(num_sequences * context * context * num_heads * head_dim)
 
@@ -91,9 +91,9 @@ def attention_work(dimensions: tuple[int, ...]) -> float:
 def nearest_times(
     timed: Sequence[Timed], dimensions: tuple[int, ...], work: Callable[[tuple[int, ...]], float]
 ) -> tuple[float, float]:
-    """Returns the seconds of forward and backward of a shape, measured or from its neighbours.
+    """Returns the forward and backward seconds of a shape, measured or from its nearest shapes.
 
-    `work` gives what the time of a shape is nearly proportional to.
+    `work` returns a quantity that the time of a shape is nearly proportional to.
     """
     ranked = sorted(
         ((_distance(entry.dimensions, dimensions), entry) for entry in timed),

@@ -1,4 +1,4 @@
-"""From the records of `paceline calibrate` to a calibration of each topology."""
+"""Builds calibrations from the records of `paceline calibrate`."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -15,7 +15,7 @@ TOPOLOGY_FIELDS = (
     *("world_size", "num_hosts", "backend", "device", "hardware", "threads"),
     *LINK_SHAPE,
 )
-"""Fields that all measurements of a calibration share, and the steps that it predicts."""
+"""Case fields shared by a calibration's measurements and the steps that it predicts."""
 
 _LINEAR = ("tokens", "inputs", "outputs")
 _ATTENTION = ("batch", "context", "num_heads", "num_kv_heads", "head_dim")
@@ -26,24 +26,24 @@ _ByQuantity: TypeAlias = dict[str, list[Record]]
 
 
 def calibrations(records: Iterable[Record]) -> list[Calibration]:
-    """Makes a calibration of each topology; of what was repeated, the last counts."""
+    """Builds one calibration per topology. The latest of repeated measurements wins."""
     topologies: dict[_Topology, _ByQuantity] = {}
     for topology, run in _runs(records):
         measured = topologies.setdefault(topology, {})
         for quantity, group in run.items():
-            # Shapes of several models add up; everything else is of the topology.
+            # Shapes from several models accumulate; all other quantities are replaced.
             keeps = measured.get(quantity, []) if quantity in (_FIRST, "attention") else []
             measured[quantity] = [*keeps, *group]
     return [_calibration(topology, measured) for topology, measured in topologies.items()]
 
 
 def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
-    """Makes a calibration of every run in the records."""
+    """Builds one calibration per calibration run in the records."""
     return [_calibration(topology, measured) for topology, measured in _runs(records)]
 
 
 def _runs(records: Iterable[Record]) -> list[tuple[_Topology, _ByQuantity]]:
-    """Returns the records of each run by quantity, in the order of their beginnings."""
+    """Returns each run's records by quantity, ordered by the start of the runs."""
     runs: list[tuple[_Topology, _ByQuantity]] = []
     current: dict[_Topology, _ByQuantity] = {}
     for record in records:
@@ -51,7 +51,8 @@ def _runs(records: Iterable[Record]) -> list[tuple[_Topology, _ByQuantity]]:
             continue
         topology = tuple(record.case.get(field) for field in TOPOLOGY_FIELDS)
         quantity = str(record.case["quantity"])
-        # A run begins with linear layers, so one that comes later is another run's.
+        # A run starts with linear layers, so a linear record after other quantities starts a new
+        # run.
         if topology not in current or (quantity == _FIRST and current[topology].keys() - {_FIRST}):
             current[topology] = {}
             runs.append((topology, current[topology]))
@@ -108,9 +109,9 @@ def _from_records(topology: _Topology, measured: _ByQuantity) -> Calibration:
 
 
 def _oversubscription(record: Record) -> float:
-    """Returns how many threads share a processor of a machine, at least 1."""
+    """Returns the number of threads per processor of a machine, at least 1."""
     case, processors = record.case, record.environment.num_processors
-    # Hosts whose links are shaped are namespaces of one machine.
+    # Hosts with shaped links are network namespaces on one machine.
     is_emulated = any(case.get(field) is not None for field in LINK_SHAPE)
     machines = 1 if is_emulated else int(str(case["num_hosts"]))
     threads = int(str(case["world_size"])) / machines * int(str(case["threads"]))
@@ -141,7 +142,7 @@ def _fits(records: Sequence[Record]) -> dict[str, CollectiveFit]:
             bytes_per_s=None if bandwidth is None else _estimate(bandwidth),
         )
         before = fits[operation].segments if operation in fits else ()
-        # Every segment's record holds the error of the whole fit.
+        # The record of every segment holds the error of the entire fit.
         error = record.metrics["max_relative_error"].value
         fits[operation] = CollectiveFit(segments=(*before, segment), max_relative_error=error)
     return fits

@@ -1,4 +1,4 @@
-"""The collectives by which a strategy reduces gradients, one by one."""
+"""The sequence of collectives with which each strategy reduces gradients."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class GradientCollective(NamedTuple):
     operation: Operation
     num_bytes: int
     parameters: Sequence[int]
-    """Indices of the parameters whose gradients it holds; empty for flags beside them."""
+    """Indices of the parameters whose gradients it holds; empty for a message of flags only."""
 
 
 def gradient_collectives(
@@ -29,10 +29,10 @@ def gradient_collectives(
     world_size: int,
     bucket_size_mb: float | None = None,
 ) -> list[GradientCollective]:
-    """Returns the collectives of a step in float32, in the order of their launch.
+    """Returns the collectives of a float32 step in launch order.
 
-    `parameter_sizes` are elements in the model's order. `bucket_size_mb` is the largest bucket in
-    MiB; None is the strategy's own default.
+    `parameter_sizes` are element counts in the model's order. `bucket_size_mb` is the bucket size
+    limit in MiB; None selects the strategy's default.
     """
     if bucket_size_mb is not None and strategy not in BUCKET_STRATEGIES:
         raise UsageError(f"strategy {strategy!r} has no buckets, so no bucket size applies to it")
@@ -59,10 +59,10 @@ def gradient_collectives(
             padded = world_size * cut_unit(unit, world_size, _FLOAT32_BYTES).share
             messages.append(GradientCollective("reduce_to_owners", _FLOAT32_BYTES * padded, group))
         else:
-            # Behind the gradients, one number per parameter tells whether this rank has one.
+            # After the gradients, one flag per parameter says whether this rank has a gradient.
             size = sum(num_bytes[index] for index in group) + _FLOAT32_BYTES * len(group)
             messages.append(GradientCollective("all_reduce", size, group))
     if strategy == "sharded":
-        # Flags of which gradients any rank has.
+        # One flag per parameter: whether any rank has its gradient.
         messages.append(GradientCollective("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ()))
     return messages

@@ -1,4 +1,4 @@
-"""How long a model's forward and backward take on a calibrated machine, segment by segment."""
+"""Predicted forward and backward time on a calibrated machine, segment by segment."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,23 +9,23 @@ from paceline.prediction.calibration import Calibration, attention_work, linear_
 
 
 class SegmentTime(NamedTuple):
-    """Seconds of one segment's forward or backward, by term."""
+    """Seconds of one segment's forward or backward pass, by term."""
 
     matmul_s: float
     attention_s: float
     elementwise_s: float
     launch_s: float
-    """Cost of launching operators, whatever their size."""
+    """Cost of launching operators, independent of their size."""
 
     @property
     def total_s(self) -> float:
-        """All together."""
+        """Sum of all terms."""
         return sum(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeTime:
-    """Both directions of every segment, in the order of the forward pass."""
+    """Forward and backward times of every segment, in forward order."""
 
     segments: tuple[ModelSegment, ...]
     forward: tuple[SegmentTime, ...]
@@ -42,12 +42,12 @@ class ComputeTime:
         return sum(time.total_s for time in self.backward)
 
     def terms(self) -> dict[str, float]:
-        """Returns the seconds of each field of `SegmentTime` over all segments and directions."""
+        """Returns the sum of each `SegmentTime` field over all segments and both directions."""
         by_term = zip(*self.forward, *self.backward, strict=True)
         return dict(zip(SegmentTime._fields, map(sum, by_term), strict=True))
 
     def completed_after(self) -> list[int]:
-        """Returns after how many segments of backward each parameter's gradient is complete."""
+        """Returns, per parameter, the number of backward segments that complete its gradient."""
         completed: list[int] = []
         for number, segment in enumerate(reversed(self.segments), start=1):
             completed += [number] * len(segment.parameter_sizes)
@@ -93,7 +93,7 @@ def _segment_times(
         )
         launch_s = segment.launches[direction] * one_launch_s[direction]
         if calibration.topology["device"] != "cpu":
-            # A GPU runs behind the program and hides launches, as far as it has something to do.
+            # A GPU runs asynchronously and hides launches while it has queued work.
             launch_s = max(0.0, launch_s - sum(device_s))
         directions.append(SegmentTime(*device_s, launch_s))
     return directions[0], directions[1]

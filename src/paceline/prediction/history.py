@@ -1,10 +1,10 @@
-"""Every prediction of a run beside what came of it, and what that teaches the next prediction.
+"""History of predictions and measurements, used to correct later predictions.
 
-One store for a machine: `paceline loop` adds what it predicted of each run and what was measured.
-A later prediction of the same quantity on the same hardware is corrected by those before it: a
-time by their ratio, memory by their difference. Runs with a like prediction count most, and runs on
-one rank count little for those on several. The interval is as wide as nine in ten of those were
-off.
+Each user has one store. `paceline loop` appends each run's predictions and measurements to it.
+Later predictions of the same quantity on the same hardware are corrected by earlier entries: times
+by the ratio of measured to predicted, memory by the difference. Runs with a similar prediction have
+the most weight. Single-rank runs have little weight for multi-rank runs, and vice versa. The
+interval covers nine in ten of the earlier errors.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ _KIND = "forecast"
 _VARIABLE = "PACELINE_HISTORY"
 _LEVEL = 0.9
 _FEWEST = 5
-"""Earlier runs without which a prediction is not corrected."""
+"""Minimum number of earlier runs for a correction."""
 _OTHER_KIND = 0.1
-"""Weight of a run on one rank for one on several, whose collectives it has not seen."""
+"""Weight between single-rank and multi-rank runs: single-rank runs have no collectives."""
 _LEAST_SPREAD = 0.03
-"""No interval is narrower on either side: runs of one model differ by as much."""
+"""Minimum half-width of an interval: the run-to-run spread of one model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistoryEntry:
-    """One quantity of one run, predicted and measured."""
+    """One predicted and measured quantity of one run."""
 
     quantity: Quantity
     run: str
@@ -44,12 +44,12 @@ class HistoryEntry:
     parameters: int
     world_size: int
     threads: int
-    """Of each rank."""
+    """Threads of each rank."""
     hardware: str
     formula: float | None
-    """What the formulas alone predict; None where there are none, as of a loss."""
+    """Uncorrected prediction of the formulas; None if there is no formula, as for a loss."""
     predicted: Estimate | None
-    """What was predicted in the end; None of a run that was too early for that."""
+    """Final prediction; None if the run was too early to have one."""
     measured: float
 
     @property
@@ -59,7 +59,7 @@ class HistoryEntry:
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether the interval held what was measured; None without an interval."""
+        """Whether the interval contains the measured value; None without an interval."""
         if self.predicted is None or self.predicted.low is None or self.predicted.high is None:
             return None
         return self.predicted.low <= self.measured <= self.predicted.high
@@ -67,19 +67,19 @@ class HistoryEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """All predictions of one quantity in a few numbers."""
+    """Summary statistics of all predictions of one quantity."""
 
     quantity: Quantity
     num_predicted: int
     median_error: float
-    """Of the absolute relative errors."""
+    """Median of the absolute relative errors."""
     largest_error: float
     num_intervals: int
     num_inside: int
 
 
 def history_path() -> pathlib.Path:
-    """Returns where the store of this user is: PACELINE_HISTORY, or among the user's data."""
+    """Returns the path of the user's store: PACELINE_HISTORY, or in the user's data directory."""
     if _VARIABLE in os.environ:
         return pathlib.Path(os.environ[_VARIABLE])
     data = os.environ.get("XDG_DATA_HOME", "")
@@ -88,12 +88,12 @@ def history_path() -> pathlib.Path:
 
 
 def read_history(path: pathlib.Path) -> list[HistoryEntry]:
-    """Reads all entries of a store; one that does not exist has none."""
+    """Returns all entries of a store, or an empty list if it does not exist."""
     return list(_entries(RecordStore(path).read())) if path.exists() else []
 
 
 def append_history(path: pathlib.Path, entries: Iterable[HistoryEntry]) -> None:
-    """Adds entries to a store, except those that it has already."""
+    """Appends entries to a store, except those that it already contains."""
     known = set(read_history(path))
     store, environment = RecordStore(path), capture_environment()
     for each in entries:
@@ -120,14 +120,16 @@ def corrected(
     world_size: int,
     history: Sequence[HistoryEntry],
 ) -> Estimate:
-    """Returns what a formula predicts, corrected by earlier runs, with an interval if they allow.
+    """Returns a formula's prediction, corrected by earlier runs.
+
+    With too few earlier runs, the prediction is uncorrected and has no interval.
 
     Args:
-        quantity: What is predicted.
-        formula: What the formulas alone predict; runs with a like prediction count most.
-        hardware: The machine, of which alone earlier runs count.
-        world_size: Ranks of the run; what one rank alone did says little of several, and the other
-            way round.
+        quantity: The predicted quantity.
+        formula: Uncorrected prediction. Earlier runs with a similar one have the most weight.
+        hardware: The machine. Only earlier runs on the same hardware count.
+        world_size: Ranks of the run. Single-rank runs have little weight for multi-rank runs, and
+            vice versa.
         history: Earlier runs.
     """
     known = [
@@ -138,11 +140,11 @@ def corrected(
     if len(known) < _FEWEST:
         return Estimate(value=formula)
     formulas, measured, is_same_kind = np.array(known, dtype=np.float64).T
-    # Short steps are off by what a step costs beside its matmuls, long ones are not.
+    # Overhead outside matmuls dominates the error of short steps, but not of long ones.
     weights = 1 / (1 + np.log2(formulas / formula) ** 2)
     weights *= np.where(is_same_kind, 1.0, _OTHER_KIND)
     if quantity == "memory_bytes":
-        # What a process holds beside its tensors does not grow with them.
+        # A process's memory beyond its tensors does not grow with the tensors.
         beside = _quantile(measured - formulas, weights, 0.5)
         value = max(formula + beside, 0.0)
         spread = _quantile(np.abs(measured - formulas - beside), weights, _LEVEL)
@@ -156,7 +158,7 @@ def corrected(
 
 
 def coverage(history: Iterable[HistoryEntry]) -> list[Coverage]:
-    """Returns error and coverage of every quantity that was predicted."""
+    """Returns the error and coverage of every predicted quantity."""
     found = []
     for quantity in QUANTITIES:
         predicted = [
@@ -198,7 +200,7 @@ def _entries(records: Iterable[Record]) -> Iterator[HistoryEntry]:
 def _quantile(
     values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], share: float
 ) -> float:
-    """Returns the value below which lies a share of the weights."""
+    """Returns the weighted quantile of values at `share`."""
     order = np.argsort(values)
     cumulated = np.cumsum(weights[order])
     place = int(np.searchsorted(cumulated, share * cumulated[-1]))

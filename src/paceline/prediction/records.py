@@ -1,4 +1,4 @@
-"""A predicted step as a record that joins its measurement, and both joined for the backtest."""
+"""Records of predicted steps, and their join with measurements for the backtest."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class PredictedCase:
     batch: BatchShape
     strategy: StrategyName
     bucket_size_mb: float | None
-    """In MiB; None for strategies without buckets."""
+    """Bucket size in MiB; None for the strategy's default, or if it has no buckets."""
 
 
 def predict_step(
@@ -39,7 +39,7 @@ def predict_step(
     environment: Environment,
     correction: Correction | None = None,
 ) -> Record:
-    """Predicts a step as a record: its time, with an interval if corrected, and all terms."""
+    """Returns a record of the predicted step time and its terms, with an interval if corrected."""
     terms = strategy_step_terms(
         case.shape, case.batch, case.strategy, calibration, case.bucket_size_mb
     )
@@ -70,7 +70,7 @@ def predict_step(
 
 
 def backtest_cases(records: Iterable[Record]) -> list[BacktestCase]:
-    """Joins predicted steps with their measurements; of repeated ones, the last counts."""
+    """Joins predicted steps with their measurements, using the last record of each key."""
     predicted: _ByKey = {}
     measured: _ByKey = {}
     for record in records:
@@ -98,7 +98,7 @@ def backtest_cases(records: Iterable[Record]) -> list[BacktestCase]:
 
 
 def _first_difference(predicted: _ByKey, measured: _ByKey) -> str:
-    """Says in which fields the first prediction differs from the measurement most like it."""
+    """Returns a message with the fields in which the first prediction misses its nearest match."""
     if not predicted or not measured:
         return ""
     prediction = next(iter(predicted.values())).case

@@ -1,16 +1,16 @@
-"""The time of a data-parallel step on a calibrated machine, by term.
+"""Predicted time of a data-parallel step on a calibrated machine, by term.
 
-Forward and backward are `paceline.prediction.compute`'s. A strategy adds, with P parameters on n
-ranks:
+Forward and backward come from `paceline.prediction.compute`. For P parameters on n ranks, a
+strategy adds:
 
-    optimizer     P, or P/n where the optimizer state is sharded, times the update of a parameter
-    bucket copy   passes over the gradients, into buckets and out of them
-    exposed       communication that compute waits for: every collective of naive and flat; of the
-                  others what is left when backward is over. A sharded optimizer all-gathers all
-                  parameters after its step; sharded containers all-gather bucket by bucket, and
-                  the next forward waits only for the buckets that it needs
-    contention    compute time lost to collectives in flight, by the byte, and no more than waiting
-                  for them would take; they slow down, too
+    optimizer     P, or P/n if the optimizer state is sharded, times the update of one parameter
+    bucket copy   copies of the gradients into and out of buckets
+    exposed       communication that compute waits for. naive and flat expose every collective;
+                  the others expose what remains after backward. sharded_optimizer all-gathers all
+                  parameters after its step. sharded all-gathers bucket by bucket, and the next
+                  forward waits only for the buckets that it needs
+    contention    compute time lost to collectives in flight, proportional to their bytes and at
+                  most the time to wait for them. The collectives slow down as well
 
 The last two come from `paceline.accounting.communication.overlap_simulator`.
 """
@@ -36,10 +36,10 @@ PREDICTED: tuple[StrategyName, ...] = (
     *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
     *("sharded_optimizer", "sharded"),
 )
-"""The strategies whose step can be predicted."""
+"""Strategies whose step time can be predicted."""
 
-# Numbers read and written per gradient: into the bucket, and its average out of it. torch averages
-# on the way in.
+# Elements read and written per gradient element: one copy into the bucket, one copy of the average
+# out of it. torch averages during the copy into the bucket.
 _PASSES = 4
 _TORCH_PASSES = 2
 _AFTER_BACKWARD: tuple[StrategyName, ...] = ("naive", "flat")
@@ -73,7 +73,7 @@ def strategy_step_terms(
     calibration: Calibration,
     bucket_size_mb: float | None = None,
 ) -> StepTerms:
-    """Predicts a step in float32 on the ranks of the calibration."""
+    """Returns the predicted terms of a float32 step on the calibrated ranks."""
     if strategy not in PREDICTED:
         raise UsageError(
             f"the time of {strategy!r} is not predicted yet; predicted: {', '.join(PREDICTED)}"
@@ -112,7 +112,7 @@ def _gradients(
     bucket_copy_s: float,
     calibration: Calibration,
 ) -> OverlapResult:
-    """Simulates backward, and collectives that start when their last gradient is ready."""
+    """Simulates backward with collectives that start once their last gradient is ready."""
     stretch = 1 + bucket_copy_s / computing.backward_s
     work = [ComputeSegment(seconds=time.total_s * stretch) for time in reversed(computing.backward)]
     completed = computing.completed_after()
@@ -131,7 +131,7 @@ def _parameters(
     optimizer_s: float,
     calibration: Calibration,
 ) -> OverlapResult:
-    """Simulates buckets that are updated and all-gathered one by one, while forward follows."""
+    """Simulates updating and all-gathering buckets one by one, overlapped with forward."""
     buckets = [collective for collective in reversed(collectives) if collective.parameters]
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
     work, transfers = [], []

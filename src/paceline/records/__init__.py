@@ -1,4 +1,4 @@
-"""Records: what was measured or predicted, where and how, as lines of JSON."""
+"""Records of measurements and predictions, with their environment and method, as JSON Lines."""
 
 from paceline.records.codecs import decode_plan, encode_plan
 from paceline.records.environment import Environment, capture_environment

@@ -1,4 +1,4 @@
-"""Plans as JSON: decoding accepts exactly what encoding wrote, and nothing beside it."""
+"""Plans as JSON; decoding rejects unknown fields."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from paceline.core.errors import RecordError, ShapeError
 from paceline.core.plan import Plan
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON of unknown origin may raise; deep nesting is the last."""
+"""Exceptions from decoding untrusted JSON; deep nesting raises the last."""
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -19,7 +19,7 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes, source: str = "plan") -> Plan:
-    """Decodes a plan from `data`; every defect is an error that names `source` and the field."""
+    """Decodes a plan from `data`; errors name `source` and the invalid field."""
     try:
         raw = msgspec.json.decode(data)
         plan = msgspec.convert(raw, Plan)
@@ -32,8 +32,8 @@ def decode_plan(data: bytes, source: str = "plan") -> Plan:
 
 
 def _first_unknown_key(raw: Any, decoded: Any, path: str) -> str | None:
-    # msgspec forbids unknown keys for its own structs only; the specs are plain dataclasses so
-    # that core needs no library. The decoded object shows which keys had a meaning.
+    # msgspec forbids unknown keys only for its own structs; the specs are plain dataclasses so
+    # that core has no dependencies. The fields of the decoded object are the known keys.
     if dataclasses.is_dataclass(decoded):
         known = {field.name: getattr(decoded, field.name) for field in dataclasses.fields(decoded)}
     elif isinstance(decoded, Mapping):

@@ -1,7 +1,7 @@
-"""Where a record was made: versions, commit and machine.
+"""The environment of a record: versions, commit and machine.
 
-This module knows nothing of torch: device names are passed in by whoever has it. Neither
-host names nor paths are kept, because records are published.
+This module does not import torch: the caller passes device names. Host names and paths are not
+stored, because records are published.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ _PACKAGES = ("torch", "numpy", "triton")
 class Environment(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Everything about a machine and its software that may explain a difference."""
+    """Properties of a machine and its software that may explain differences in results."""
 
     time: str
-    """When the record was made, UTC, ISO 8601."""
+    """Time of the record, UTC, ISO 8601."""
     paceline: str
     """Version of Paceline."""
     commit: str | None = None
-    """Commit of the checkout that Paceline ran from; None when it was installed."""
+    """Commit of the checkout that Paceline ran from; None for an installed package."""
     modified: bool | None = None
     """Whether that checkout differed from its commit."""
     python: str
@@ -40,15 +40,15 @@ class Environment(
     platform: str
     """Operating system and architecture."""
     processor: str
-    """Name of the processor."""
+    """Model name of the CPU."""
     num_processors: int
-    """Processors that this process may use."""
+    """CPUs that this process may use."""
     memory_bytes: int | None = None
     """Physical memory."""
     packages: dict[str, str] = {}
-    """Versions of the libraries that matter to speed."""
+    """Versions of the libraries that affect performance."""
     devices: tuple[str, ...] = ()
-    """Accelerators, as their driver names them."""
+    """Accelerators, as named by their driver."""
     backends: tuple[str, ...] = ()
     """Collective libraries that torch can use."""
 
@@ -58,7 +58,7 @@ def capture_environment(
 ) -> Environment:
     """Describes this machine and this installation of Paceline.
 
-    `devices` and `backends` are accelerators and collective libraries, as whoever has torch sees.
+    `devices` and `backends` are the accelerators and collective libraries that torch reports.
     """
     commit, modified = _checkout_state()
     return Environment(
@@ -78,7 +78,7 @@ def capture_environment(
 
 
 def processor_name() -> str:
-    """Returns the processor's model name, as the operating system gives it."""
+    """Returns the CPU's model name, as the operating system reports it."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -87,19 +87,19 @@ def processor_name() -> str:
 
 
 def available_processors() -> int:
-    """Returns how many processors this process may run on."""
+    """Returns the number of CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Returns the threads for each of several ranks, so that together they fill the machine."""
+    """Returns the number of threads per rank at which all ranks together fill the machine."""
     return max(1, available_processors() // world_size)
 
 
 def network_links() -> list[str]:
-    """Returns the network interfaces with their line rate, where the kernel tells."""
+    """Returns the network interfaces with their line rate, if the kernel reports it."""
     links = []
     for interface in sorted(pathlib.Path("/sys/class/net").glob("*")):
         try:
@@ -123,8 +123,8 @@ def _version(package: str) -> str | None:
 def _checkout_state() -> tuple[str | None, bool | None]:
     package = pathlib.Path(__file__).resolve().parents[1]
     checkout = package.parents[1]
-    # An installed package may lie inside somebody else's checkout, whose commit says nothing
-    # about Paceline: only the layout of our own source tree counts.
+    # An installed package may be inside an unrelated checkout, whose commit says nothing about
+    # Paceline. So only the layout of our own source tree is accepted.
     if package != checkout / "src" / "paceline" or not (checkout / ".git").exists():
         return None, None
     commit = _git(checkout, "rev-parse", "HEAD")

@@ -1,9 +1,9 @@
 """The kinds of records and the fields of their cases.
 
-A case holds everything that changes the expected value of a measurement. Of its fields,
-the join key is what a prediction of that measurement must agree on; the others say how it
-was taken. A field that its kind does not declare is refused, on writing as on reading: a
-mistyped field would otherwise make two different measurements look like the same one.
+A case holds everything that changes the expected value of a measurement. A prediction joins
+a measurement on the fields of the join key; the other fields describe the method. Fields that
+a kind does not declare are rejected on writing and reading: otherwise a misspelled field would
+make two different measurements look the same.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ PREDICTION = "prediction"
 PREDICTS = "predicts"
 ATTEMPT = "attempt"
 
-# Every kind of case may say what network it ran on: what its links were shaped to, on which
-# predictions join as well, and what a stream reached on them.
+# Every kind of case may describe its network: the shaping of the links, on which predictions
+# also join, and the rate that a stream reached on them.
 LINK_RATE = "link_rate_bits_per_s"
 LINK_LOSS = "link_loss"
 LINK_DELAY = "link_delay_s"
@@ -29,23 +29,23 @@ MODEL_FIELDS = (
     *("model", "vocab_size", "d_model", "d_ff", "num_layers"),
     *("num_heads", "num_kv_heads", "head_dim", "tied_embeddings"),
 )
-"""A model's name and the dimensions that it stands for."""
+"""A model's name and its dimensions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a kind of record says of its case."""
+    """A kind of record and the fields of its cases."""
 
     name: str
     """The record's `kind`."""
     join_key: tuple[str, ...]
     """Case fields on which a prediction joins its measurement; all are required."""
     method: tuple[str, ...] = ()
-    """Further case fields: how the measurement was taken."""
+    """Optional case fields that describe how the measurement was taken."""
 
     @property
     def case_fields(self) -> tuple[str, ...]:
-        """Every field that a case of this kind may have."""
+        """All fields that a case of this kind may have."""
         return (*self.join_key, *LINK_FIELDS, *self.method)
 
 
@@ -68,10 +68,10 @@ _LAYOUT = (
 _WARMUP_STEPS = ("warmup", "steps")
 _WARMUP_ROUNDS = ("baseline", "warmup", "rounds")
 
-# By name, the join key and the method.
+# The join key and the method fields of each kind.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "step": (_STEP, _WARMUP_STEPS),
-    # Memory over one such step, and its largest allocations.
+    # Memory over one training step, and its largest allocations.
     "memory_timeline": (_STEP, _WARMUP_STEPS),
     "allocation": (("subject", "number"), ("category", "operator", "place")),
     "attention": (
@@ -81,7 +81,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         (*_WARMUP_STEPS, "timer"),
     ),
-    # What a compiler made of a kernel for an architecture, and the bounds of its speed.
+    # A kernel compiled for an architecture, and the bounds on its speed.
     "kernel": (
         (
             *("kernel", "architecture", "dtype", "head_dim", "mask", "lengths", "group"),
@@ -89,7 +89,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         (),
     ),
-    # Two ways to do the same, measured in turn in one run; its metrics are ratios.
+    # Two alternatives measured in alternation in one run; the metrics are ratios.
     "comparison": (
         ("subject", "baseline", *_PLACE),
         (
@@ -98,24 +98,24 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "comm": (("operation", "size_bytes", *_GROUP, *_PLACE), _WARMUP_STEPS),
-    # Training steps under one of several strategies that were measured in turn.
+    # Training steps under one of several strategies, measured in alternation.
     "ddp": (_DATA_PARALLEL, _WARMUP_ROUNDS),
-    # Memory of such steps by what it holds, one strategy after the other.
+    # Memory of such steps by category, measured one strategy after the other.
     "optimizer": (_DATA_PARALLEL, _WARMUP_STEPS),
-    # Where the time of such steps went on one rank, and one of them in detail.
+    # Time breakdown of such steps on one rank, and one step in detail.
     "timeline": ((*_DATA_PARALLEL, "rank"), _WARMUP_ROUNDS),
     # Training steps under one of several layouts; `batch` is a micro-batch, `batch_size` a step's.
     "layout": (_LAYOUT, _WARMUP_ROUNDS),
-    # Where the steps of such a layout went: computing, only communicating, neither.
+    # Time breakdown of such a layout's steps: compute, exposed communication, neither.
     "layout_trace": (_LAYOUT, ("warmup", "rounds")),
-    # What the stages of such a layout did when, and how long they stood still.
+    # Schedule of the pipeline stages of such a layout, and their idle time.
     "pipeline": (_LAYOUT, ("warmup", "rounds")),
-    # What a trace tells: of the steps of a rank, and of the operators inside of a range.
+    # Results of traces: the steps of a rank, the cost of the analysis, the operators in a range.
     "trace_step": (("subject", "rank", "label"), ()),
     "trace_analysis": (("size_bytes", *_PLACE), ()),
     "operator": (("subject", "range", "work", "operator"), ()),
     "collective_fit": (("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE), ()),
-    # What a machine reaches on one part of a training step, for predictions.
+    # Measured performance of a machine on one part of a training step, for predictions.
     "calibration": (
         ("quantity", *_GROUP, *_PLACE),
         (
@@ -126,11 +126,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "float32_matmul_precision",
         ),
     ),
-    # What a method of scaling laws says of a budget; studies judge methods by known truths.
+    # Prediction of a scaling-law method for a budget; studies test methods on known ground truth.
     "scaling": (("method", "compute_budget"), ()),
-    # A method's loss at a budget beyond those of a real sweep that it was shown.
+    # A method's loss at a budget of a real sweep beyond the budgets that it was fitted to.
     "scaling_backtest": (("sweep", "method", "num_budgets", "compute_budget"), ("fitted",)),
-    # A published peak of memory beside the accounting's; or how many rows had such a verdict.
+    # A published peak memory compared with the accounting's, or the number of rows per verdict.
     "published_memory": (("run", "framework", "verdict"), ("model", "outcome")),
     "scaling_run": (
         ("compute_budget", "parameters"),
@@ -145,21 +145,21 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("container", "first_seed", "programs", "world_size", *_PLACE),
         ("dtype", "tolerance"),
     ),
-    # What one rank of many pays before the first step.
+    # Cost on one rank of many before the first step.
     "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
     # A whole run of the trainer; `batch` is a micro-batch of one rank.
     "training_run": (
         _DATA_PARALLEL,
         ("layout", "steps", "batch_size", "learning_rate", "schedule", "seed"),
     ),
-    # One quantity of a run that was predicted and measured, for later predictions.
+    # One quantity of a run, predicted and measured, for later predictions.
     "forecast": (("quantity", "run", "parameters", "world_size", "threads", "hardware"), ()),
-    # Reading training data, beside another way to do it where there is a baseline.
+    # Reading training data, compared with a baseline if there is one.
     "data_loader": (
         ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),
         ("baseline", "rounds", "first_sample"),
     ),
-    # Faults of one sort that something was made to suffer: tried, survived, lost.
+    # Injected faults of one type: attempts, survivals, losses.
     "fault": (
         ("subject", "fault"),
         (
@@ -167,7 +167,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("hash_every_steps", "hash_at_rest", "heartbeat_timeout_s"),
         ),
     ),
-    # The simulated share of a long run that trains, by what is done about failures.
+    # Simulated fraction of a long run spent training, by recovery policy.
     "goodput": (
         ("devices", "recovery", "checkpoint", "spare_hosts", "constants"),
         (
@@ -175,25 +175,25 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("devices_per_replica", "trials", "seed"),
         ),
     ),
-    # A layout that a search found, beside one that was published or asked for.
+    # A layout found by a search, compared with a published or requested one.
     "plan_search": (
         ("study", "model", "device", "devices", "batch_tokens", "context", "rank", "layout"),
         ("calibration", "bound", "num_devices_used", "on_front", "reason"),
     ),
-    # Published step times predicted without their model: errors, intervals, regret by source.
+    # Published step times predicted with their model held out: errors, intervals, regret by source.
     "planner_validation": (("study", "source", "without"), ()),
-    # How long such a search takes.
+    # Duration of a plan search.
     "plan_search_speed": (("model", "devices", "batch_tokens", "context"), ("candidates",)),
-    # A published run, simulated with what was not published varied.
+    # A simulation of a published run that varies its unpublished parameters.
     "goodput_replay": (("run", "assumption"), ("detection_s", "restart_s", "trials", "seed")),
-    # A fault that was inflicted on a run on purpose, and such a run as a whole.
+    # A fault injected into a run, and such a run as a whole.
     "chaos_fault": (("command", "seed", "num_hosts", "fault", "number"), ("target",)),
     "chaos_run": (("command", "seed", "num_hosts"), ("for_s",)),
-    # Clients of one store that meet: what a rendezvous of so many ranks asks of it.
+    # Clients of one store that meet: the latency of a rendezvous by number of clients.
     "rendezvous": (("subject", "clients", *_PLACE), ("processes", "rounds")),
     # One check of the acceptance run on GPUs.
     "check": (("name", "world_size", "backend", *_PLACE), ()),
-    # What became of a command that was to measure something for a report.
+    # Outcome of a command that was run to measure something for a report.
     ATTEMPT: (("name",), ("deliverables", "command")),
     "environment": (_PLACE, ("self_test", "world_size", "backend")),
 }
@@ -209,7 +209,7 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind of that `name`, such as step, ddp or comm; an unknown one is an error."""
+    """Returns the kind called `name`, such as step, ddp or comm; raises if it is unknown."""
     if name not in _KINDS:
         known = ", ".join((*_KINDS, PREDICTION))
         raise RecordError(f"kind: unknown record kind {name!r}; known: {known}")

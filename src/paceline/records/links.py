@@ -1,7 +1,7 @@
-"""The network that a record was made on, as the lab tells through the environment.
+"""The network of a record, which the network lab passes in environment variables.
 
-Every case may carry these fields: the rate that the links were shaped to, their loss and delay, and
-the rate that a stream reached on them just before. Without a lab there is nothing to tell.
+Every case may have these fields: the shaped rate, loss and delay of the links, and the rate that a
+stream reached on them just before. Without a lab, the fields are absent.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _VARIABLES = {field: f"PACELINE_{field.upper()}" for field in LINK_FIELDS}
 def link_variables(
     *, rate_bits_per_s: float | None, measured_rate_bits_per_s: float, loss: float, delay_s: float
 ) -> dict[str, str]:
-    """Returns the environment by which the lab describes its links."""
+    """Returns the environment variables with which the lab describes its links."""
     values = {
         LINK_RATE: rate_bits_per_s,
         LINK_LOSS: loss or None,
@@ -32,7 +32,7 @@ def link_variables(
 
 
 def link_case_fields(environment: Mapping[str, str] | None = None) -> dict[str, float]:
-    """Returns the case fields that describe the links, empty where nothing is known."""
+    """Returns the case fields that describe the links; empty if nothing is known."""
     variables = os.environ if environment is None else environment
     fields = {}
     for field, variable in _VARIABLES.items():
@@ -49,20 +49,20 @@ class Link(NamedTuple):
     """A link between ranks whose rate is known."""
 
     bytes_per_s: float
-    """The rate in one direction."""
+    """Bandwidth in one direction."""
     name: str
-    """Which link it is, and so what its rate rests on."""
+    """Description of the link, which states where its rate comes from."""
 
 
 def is_loopback(case: Mapping[str, CaseValue]) -> bool:
-    """Returns whether ranks on processors of one host reach each other without any link."""
+    """Returns whether all ranks run on the CPUs of one host, so that no link is involved."""
     return case.get("device") == "cpu" and case.get("num_hosts") == 1
 
 
 def find_link(case: Mapping[str, CaseValue]) -> Link | None:
-    """Returns the link whose rate is known: a shaped one, or the fastest of one host's GPUs.
+    """Returns the link if its rate is known: a shaped one, or the fastest of one host's GPUs.
 
-    Loopback has no line rate: there it is the processor that is measured.
+    Loopback has no line rate: its bandwidth is limited by the CPU.
     """
     rate = case.get(LINK_RATE)
     if is_loopback(case):
@@ -78,7 +78,7 @@ def find_link(case: Mapping[str, CaseValue]) -> Link | None:
 
 
 def describe_unknown_link(case: Mapping[str, CaseValue]) -> str:
-    """Says that there is a link of unknown rate, and what a stream reached on it, if one did."""
+    """Returns a sentence about a link of unknown rate, with the measured rate if there is one."""
     text = "The link's rate is not known here"
     measured = case.get(MEASURED_LINK_RATE)
     if isinstance(measured, int | float):

@@ -1,7 +1,7 @@
 """Rows of a run, one JSON object per line, in a file with a single writer.
 
-Appending is one write, so that readers see whole lines. Half a line at the end, of a writer that
-was killed, does not count. A run that goes on from an earlier step forgets the rows after it.
+Each append is one write, so that readers see whole lines. A partial line at the end, left by a
+killed writer, is ignored. A run that resumes from an earlier step deletes the rows after it.
 """
 
 import os
@@ -16,11 +16,11 @@ from paceline.records.codecs import UNDECODABLE
 
 
 class Row(Protocol):
-    """What a step of a run has left behind."""
+    """A row that belongs to a step of a run."""
 
     @property
     def step(self) -> int:
-        """The step it belongs to."""
+        """The step that the row belongs to."""
 
 
 RowT = TypeVar("RowT", bound=Row)
@@ -30,9 +30,9 @@ class RowFile(Generic[RowT]):
     """Rows in the order of their steps.
 
     Args:
-        path: The file, which is made with its first row.
-        row_type: What msgspec decodes a line as: a struct, or a union of them.
-        what: What errors call a row.
+        path: The file, which is created with its first row.
+        row_type: The type that msgspec decodes a line to: a struct, or a union of structs.
+        what: Description of a row in error messages.
     """
 
     def __init__(self, path: str | os.PathLike[str], row_type: Any, what: str) -> None:
@@ -44,14 +44,14 @@ class RowFile(Generic[RowT]):
         """Appends a row in one write."""
         try:
             file = self.path.open("ab", buffering=0)
-        except FileNotFoundError:  # Only a first row finds no directory.
+        except FileNotFoundError:  # The directory is missing only before the first row.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("ab", buffering=0)
         with file:
             file.write(msgspec.json.encode(row) + b"\n")
 
     def read(self) -> Iterator[RowT]:
-        """Yields the rows; a damaged line is an error that names file and line."""
+        """Yields the rows; the error for a damaged line names file and line."""
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -62,9 +62,9 @@ class RowFile(Generic[RowT]):
                     raise RecordError(f"{self.path}:{number}: not {self._what}: {error}") from error
 
     def keep_up_to(self, step: int) -> None:
-        """Forgets the rows of later steps.
+        """Deletes the rows of later steps.
 
-        The file is replaced as a whole: a crash meanwhile leaves the old one.
+        The file is replaced atomically: a crash leaves the old one.
         """
         if not self.path.exists():
             return

@@ -1,9 +1,9 @@
 """The record: one measured or predicted case.
 
-A metric's unit is in its name (`step_time_s`, `peak_bytes`), its `value` is the median of
-its samples or the point estimate of a prediction, and it is always finite: a run that went
-to infinity is an outcome, not a number. A record either is ok or says why not; its warnings
-name what makes a number that was measured hard to believe.
+A metric's unit is in its name (`step_time_s`, `peak_bytes`). Its `value` is the median of its
+samples or the point estimate of a prediction. It is always finite: a run that diverges is an
+outcome, not a number. A record is either ok or states the reason why not. Its warnings name
+reasons to doubt a measured number.
 """
 
 import math
@@ -35,13 +35,13 @@ class Metric(
     std: float | None = None
     """Standard deviation of the samples."""
     min: float | None = None
-    """The smallest sample."""
+    """Smallest sample."""
     low: float | None = None
     """Lower end of the interval, if there is one."""
     high: float | None = None
     """Upper end of the interval, if there is one."""
     samples: tuple[float, ...] = ()
-    """Every sample, in the order in which they were taken."""
+    """All samples, in the order in which they were taken."""
 
     def __post_init__(self) -> None:
         summary = (self.value, self.mean, self.std, self.min, self.low, self.high)
@@ -50,10 +50,10 @@ class Metric(
 
     @classmethod
     def from_samples(cls, samples: Sequence[float]) -> "Metric":
-        """Summarises samples: median as the value, with mean, deviation and minimum."""
+        """Summarises samples: the median as the value, with mean, deviation and minimum."""
         if not samples:
             raise RecordError("a metric needs at least one sample")
-        # Before `statistics` sees them, which fails on NaN in its own words.
+        # Checked first, because `statistics` fails on NaN with an unhelpful message.
         _require_finite(samples)
         return cls(
             value=statistics.median(samples),
@@ -65,7 +65,7 @@ class Metric(
 
     @classmethod
     def from_estimate(cls, estimate: Estimate) -> "Metric":
-        """Turns an `estimate`, such as a plan has, into a metric with the same interval."""
+        """Converts an `estimate`, for example from a plan, to a metric with the same interval."""
         return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
 
@@ -75,24 +75,24 @@ def _require_finite(numbers: Sequence[float]) -> None:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One case, where it ran, and what came out of it."""
+    """One case with its environment and its results."""
 
     schema: Literal[1] = 1
     """Version of this format."""
     kind: str
-    """What was measured: see `find_kind`."""
+    """Kind of measurement: see `find_kind`."""
     case: dict[str, CaseValue]
     """Everything that changes the expected value, by name."""
     environment: Environment
-    """Where and with what it was made."""
+    """Machine and software of the measurement."""
     metrics: dict[str, Metric]
-    """What came out, by names that end in their units."""
+    """Results, by names that end in their units."""
     outcome: Outcome
-    """ok, or why there is nothing to see."""
+    """ok, or the type of failure."""
     reason: str | None = None
-    """In words, for every outcome but ok."""
+    """Explanation of every outcome but ok."""
     warnings: tuple[str, ...] = ()
-    """What makes a number hard to believe."""
+    """Reasons to doubt the metrics."""
 
     def __post_init__(self) -> None:
         kind = self.measured_kind
@@ -110,21 +110,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def measured_kind(self) -> Kind:
-        """The kind of this measurement, or of the one that this prediction predicts."""
+        """The kind of this measurement, or of the measurement that this prediction is for."""
         if self.kind != PREDICTION:
             return find_kind(self.kind)
         return find_kind(str(self.case.get(PREDICTS)))
 
 
 def join_key(record: Record) -> tuple[CaseValue, ...]:
-    """Returns what a `record` of a prediction and that of its measurement have in common."""
+    """Returns the key of a `record` that a prediction shares with its measurement."""
     kind = record.measured_kind
     fields = (*kind.join_key, *LINK_SHAPE)
     return (kind.name, *(record.case.get(field) for field in fields))
 
 
 def model_case_fields(name: str, shape: ModelShape, batch: BatchShape) -> dict[str, CaseValue]:
-    """Returns what a case says of the model and the batch of one rank."""
+    """Returns the case fields that describe a model and the batch of one rank."""
     return {
         "model": name,
         "vocab_size": shape.vocab_size,

@@ -1,10 +1,10 @@
 """An append-only file of records, one JSON object per line, safe for several writers.
 
-Invariants: a writer holds an exclusive lock while it appends one whole line; a line that
-could not be written whole is taken back; a line that a killed writer left torn never
-swallows the next one. Readers look only at the bytes that were there under a shared lock,
-so they never see half a line of a live writer. Reading is strict: an unknown key or a
-damaged line is an error that names file, line and field.
+Invariants: a writer holds an exclusive lock while it appends one whole line. A partial write
+is rolled back. A torn line of a killed writer never merges with the next one. Readers read
+only the bytes that existed while they held a shared lock, so they never see a partial line of
+a live writer. Reading is strict: the error for an unknown key or a damaged line names file,
+line and field.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _DECODER = msgspec.json.Decoder(Record)
 
 
 def decode_record(line: bytes) -> Record:
-    """Decodes one line; every defect is a `RecordError` that names the field."""
+    """Decodes one line; raises a `RecordError` that names the invalid field."""
     try:
         return _DECODER.decode(line)
     except UNDECODABLE as error:
@@ -32,13 +32,13 @@ def decode_record(line: bytes) -> Record:
 
 
 class RecordStore:
-    """Records in a JSON Lines file at `path`, which need not exist before the first one."""
+    """Records in a JSON Lines file at `path`, which the first append creates."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = pathlib.Path(path)
 
     def append(self, record: Record) -> None:
-        """Appends one `record` durably, or leaves the file as it was."""
+        """Appends one `record` durably, or leaves the file unchanged."""
         line = msgspec.json.encode(record) + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,14 +82,14 @@ class RecordStore:
 
 
 def latest_per_case(records: Iterable[Record]) -> list[Record]:
-    """Keeps the last of the `records` of each case, in the order of first appearance."""
+    """Returns the last of the `records` of each case, in the order of first appearance."""
     return list({case_key(record): record for record in records}.values())
 
 
 def case_key(record: Record) -> tuple[str, frozenset[tuple[str, CaseValue]]]:
-    """Returns what records of the same case have in common, and no others.
+    """Returns a key that identifies the case of a record.
 
-    The measured rate of a link is part of a case but never twice the same, so it does not count.
+    The measured rate of a link is part of a case but differs on every run, so it is ignored.
     """
     case = frozenset(item for item in record.case.items() if item[0] != MEASURED_LINK_RATE)
     return record.kind, case

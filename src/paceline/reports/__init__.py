@@ -1,1 +1,1 @@
-"""From records to tables and pictures. Nothing here runs a measurement."""
+"""Tables, plots and documents from records. Nothing here runs a measurement."""

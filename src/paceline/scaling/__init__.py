@@ -1,7 +1,7 @@
-"""From the losses of many small runs to the size of a large one, and how much to trust it.
+"""Scaling laws: extrapolates from the losses of small runs to the best size of a large one.
 
-`read_sweep` reads runs, `fit` fits every method that they allow, `diagnose` names what is wrong
-with them, `decide` answers for a budget, `propose_runs` says which of some candidates to run next.
+`read_sweep` reads runs, `fit` fits every applicable method, `diagnose` reports problems with the
+fit, `decide` picks a model for a budget, and `propose_runs` selects which candidates to run next.
 """
 
 from paceline.core.finding import Finding

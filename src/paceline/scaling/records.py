@@ -1,4 +1,4 @@
-"""Decisions and purchases as records: one per method and budget, one per run."""
+"""Converts decisions, designs, runs and claims to records."""
 
 import dataclasses
 import math
@@ -14,11 +14,11 @@ from paceline.scaling.experiments.design import Belief
 from paceline.scaling.surface import compute_for, tokens_for
 
 _NORMAL_90 = 1.645
-"""Deviations on each side that hold 90% of a normal distribution."""
+"""Half-width of a 90% interval of a normal distribution, in standard deviations."""
 
 
 def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding]) -> list[Record]:
-    """Returns a record per method and budget, each with what the diagnosis found."""
+    """Returns a record per method and budget, with the findings as warnings."""
     environment = capture_environment()
     warnings = tuple(str(finding) for finding in findings)
     return [
@@ -40,7 +40,7 @@ def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding])
 
 
 def design_record(belief: Belief, target: float) -> Record:
-    """Returns what is known of the best model of a target after a design's runs."""
+    """Returns the belief about the best model for a target after a design's runs."""
     size, factor = _best_size(belief, target)
     parameters = Estimate(value=size, low=size / factor, high=size * factor)
     tokens = tokens_for(target, [size, size * factor, size / factor]).tolist()
@@ -58,7 +58,7 @@ def design_record(belief: Belief, target: float) -> Record:
 
 
 def describe_design(belief: Belief, target: float) -> str:
-    """Says in a line what `design_record` holds of N, and under which condition."""
+    """Describes the best N of `design_record` in a line, with its interval and assumed noise."""
     size, factor = _best_size(belief, target)
     return (
         f"N at {target:.3g} FLOPs: {size:.3g}, known to within a factor of {factor:.3g} (90%) if "
@@ -67,15 +67,15 @@ def describe_design(belief: Belief, target: float) -> str:
 
 
 def _best_size(belief: Belief, target: float) -> tuple[float, float]:
-    """Returns the best N of a target, and the factor within which it lies nine times of ten."""
+    """Returns the best N for a target, and the factor of its 90% interval."""
     size = float(belief.surface.optimal_parameters(target))
     return size, math.exp(_NORMAL_90 * belief.log_size_deviation(target))
 
 
 def run_record(run: Candidate, loss: float | None = None, **details: int | float) -> Record:
-    """Returns the record of a run: one that is proposed, or with its `loss` one that was made.
+    """Returns the record of a proposed run, or of a finished run if `loss` is given.
 
-    `details` are what else the case tells of it, such as the shape of its model.
+    `details` are added to the case, such as the shape of the model.
     """
     metrics = {"parameters": run.parameters, "tokens": run.tokens, "cost": run.cost}
     if loss is not None:
@@ -97,7 +97,7 @@ def claim_record(
     cost: AllocationCost | None,
     findings: Sequence[Finding],
 ) -> Record:
-    """Returns the record of a claim that was held against runs; what is wrong is its warnings."""
+    """Returns the record of a claim that was checked against runs; findings become warnings."""
     metrics = {} if cost is None else dataclasses.asdict(cost)
     metrics |= {"parameters": parameters, "tokens": tokens}
     return Record(

@@ -1,9 +1,9 @@
-"""The loss surface L = E + A/N^alpha + B/D^beta, and what it says of the best use of compute.
+"""The loss surface L = E + A/N^alpha + B/D^beta, and the optimal use of compute that it implies.
 
-N is parameters, D is tokens, and training costs C = 6 N D. Along a fixed C the loss is least
+N is parameters, D is tokens, and training costs C = 6 N D. At a fixed C the loss is lowest
 where the two reducible terms fall equally fast, alpha A/N^alpha = beta B/D^beta, so that the best
-N grows as C^(beta/(alpha+beta)) and the loss there is E plus a single power of C. All functions
-take arrays; N and D are tied by C = 6 N D and never fitted apart.
+N grows as C^(beta/(alpha+beta)) and its loss is E plus a single power of C. All functions accept
+arrays. N and D are always related by C = 6 N D and never fitted separately.
 
 Reference: Hoffmann et al. 2022 (arXiv 2203.15556), approach 3, and its replication by Besiroglu
 et al. 2024 (arXiv 2404.10102).
@@ -24,18 +24,18 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 
 @dataclasses.dataclass(frozen=True)
 class LossSurface:
-    """The five coefficients, in the order of the formula."""
+    """The five coefficients, in the order in which they appear in the formula."""
 
     irreducible: float
-    """E, the loss that no model and no data get below."""
+    """E, the loss in the limit of infinite model size and data."""
     parameter_scale: float
-    """A, the scale of the loss that more parameters remove."""
+    """A, the scale of the term that falls with parameters."""
     parameter_exponent: float
-    """alpha, the power of N with which it falls."""
+    """alpha, the exponent of N."""
     token_scale: float
-    """B, the scale of the loss that more tokens remove."""
+    """B, the scale of the term that falls with tokens."""
     token_exponent: float
-    """beta, the power of D with which it falls."""
+    """beta, the exponent of D."""
 
     def __post_init__(self) -> None:
         for field, value in dataclasses.asdict(self).items():
@@ -43,16 +43,17 @@ class LossSurface:
                 raise UsageError(f"LossSurface.{field} is {value}; it must be positive and finite")
 
     def loss(self, parameters: Numbers, tokens: Numbers) -> Array:
-        """Returns the loss of models of so many `parameters` after so many `tokens`."""
+        """Returns the loss of models with `parameters` after training on `tokens`."""
         by_parameters = self.parameter_scale * np.asarray(parameters) ** -self.parameter_exponent
         by_tokens = self.token_scale * np.asarray(tokens) ** -self.token_exponent
         return np.asarray(self.irreducible + by_parameters + by_tokens, dtype=np.float64)
 
     def log_slopes(self, parameters: Array, tokens: Array, centre: tuple[float, float]) -> Array:
-        """Returns the slopes of the log loss along the coefficients, a row per run.
+        """Returns the derivatives of the log loss by the coefficients, one row per run.
 
-        The coefficients are E, alpha, beta, and the logs of both reducible terms at the `centre`,
-        an N and a D amid the runs. The runs are given by `parameters` and `tokens`.
+        Runs have `parameters` and `tokens`. The coefficients are E, the log of the N term, alpha,
+        the log of the D term, and beta, with both terms evaluated at `centre`, an N and a D near
+        the middle of the runs.
         """
         log_n, log_d = np.log(parameters / centre[0]), np.log(tokens / centre[1])
         by_n = self.parameter_scale * parameters**-self.parameter_exponent
@@ -62,30 +63,30 @@ class LossSurface:
 
     @property
     def allocation_exponent(self) -> float:
-        """The power of C with which the best N grows."""
+        """Exponent of C in the best N."""
         return self.token_exponent / (self.parameter_exponent + self.token_exponent)
 
     @property
     def loss_exponent(self) -> float:
-        """The power of C with which the reducible loss of the best model falls."""
+        """Exponent of C with which the reducible loss of the best model falls."""
         return self.parameter_exponent * self.allocation_exponent
 
     def optimal_parameters(self, compute: Numbers) -> Array:
-        """Returns the number of parameters with the least loss for so many FLOPs, `compute`."""
+        """Returns the number of parameters with the lowest loss for `compute` FLOPs."""
         _, *coefficients = dataclasses.astuple(self)
         return optimal_parameters(compute, *coefficients)
 
     def optimal_tokens(self, compute: Numbers) -> Array:
-        """Returns the tokens that the best model for this `compute` is trained on: C / 6N."""
+        """Returns the number of tokens for the best model at `compute` FLOPs: C / 6N."""
         return tokens_for(compute, self.optimal_parameters(compute))
 
     def optimal_loss(self, compute: Numbers) -> Array:
-        """Returns the least loss for so many FLOPs, `compute`."""
+        """Returns the lowest loss for `compute` FLOPs."""
         parameters = self.optimal_parameters(compute)
         return self.loss(parameters, tokens_for(compute, parameters))
 
     def compute_for_loss(self, loss: Numbers) -> Array:
-        """Returns the FLOPs with which the best model reaches this `loss`."""
+        """Returns the FLOPs that the best model needs to reach `loss`."""
         reducible_at_one = self.optimal_loss(1.0) - self.irreducible
         reducible = np.asarray(loss, dtype=np.float64) - self.irreducible
         if np.any(reducible <= 0):
@@ -96,13 +97,13 @@ class LossSurface:
         return np.asarray((reducible_at_one / reducible) ** (1 / self.loss_exponent))
 
     def wasted_compute(self, compute: Numbers, parameters: Numbers) -> Array:
-        """Returns the share of `compute` that a model of so many `parameters` throws away.
+        """Returns the share of `compute` wasted by a model with `parameters`.
 
-        A model off the optimum reaches a loss that the best one reaches with less; what is
-        left over is the waste, as a share of the whole.
+        The best model reaches the loss of a suboptimal one with less compute; the difference is
+        the waste, as a share of `compute`.
         """
         loss = self.loss(parameters, tokens_for(compute, parameters))
-        # At the optimum itself rounding would make it -0.00%.
+        # Rounding could give -0.00% at the optimum.
         saved = 1 - self.compute_for_loss(loss) / np.asarray(compute)
         return np.asarray(np.maximum(saved, 0.0))
 
@@ -114,7 +115,7 @@ def optimal_parameters(
     token_scale: Numbers,
     token_exponent: Numbers,
 ) -> Array:
-    """Returns (alpha A / beta B)^(1/(alpha+beta)) (C/6)^(beta/(alpha+beta)), of arrays too."""
+    """Returns (alpha A / beta B)^(1/(alpha+beta)) (C/6)^(beta/(alpha+beta)), elementwise."""
     alpha, beta = np.asarray(parameter_exponent), np.asarray(token_exponent)
     ratio = (alpha * parameter_scale) / (beta * token_scale)
     product = np.asarray(compute, dtype=np.float64) / FLOPS_PER_PARAMETER_AND_TOKEN
@@ -136,10 +137,10 @@ def tokens_for(compute: Numbers, parameters: Numbers) -> Array:
 HOFFMANN = LossSurface(
     float(np.exp(0.52672)), float(np.exp(6.00734)), 0.33917, float(np.exp(6.01792)), 0.28491
 )
-"""Hoffmann et al. 2022, approach 3, as stored in their source and not as rounded in print."""
+"""Hoffmann et al. 2022, approach 3, with the full precision of their source, not as printed."""
 
 HOFFMANN_ROUNDED = LossSurface(1.69, 406.4, 0.34, 410.7, 0.28)
-"""The same coefficients as the paper prints them."""
+"""The same coefficients as printed in the paper."""
 
 EPOCH = LossSurface(1.817, 482.0, 0.348, 2085.0, 0.366)
-"""Besiroglu et al. 2024, the replication of that fit, to the digits that it reports."""
+"""Besiroglu et al. 2024, the replication of that fit, with the reported digits."""

@@ -1,1 +1,1 @@
-"""Where a step's time and memory go: traces recorded, merged, read and analysed."""
+"""Records, merges, reads and analyses traces of a step's time and memory."""

@@ -1,4 +1,4 @@
-"""What a trace tells, as records."""
+"""Converts the analysis of a trace to records."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,14 +9,14 @@ from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis
 from paceline.traces.steps.operators import OperatorTime
 
 ALL_OPERATORS = "all"
-"""Stands for an operator's name where all of one class are summed up."""
+"""Replaces the operator's name in rows that sum all operators of a class."""
 
 _MAX_OPERATORS = 8
-"""Operators of each range that are shown by name: those that took longest."""
+"""Number of operators listed by name per range: those with the most time."""
 
 
 def part_samples(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:
-    """Returns where steps went, in seconds: the parts that make a step, and what was hidden."""
+    """Returns the parts of each step's time in seconds, and the overlapped communication."""
     parts = {
         "step_time_s": [step.times.step for step in steps],
         "compute_s": [step.compute for step in steps],
@@ -29,7 +29,7 @@ def part_samples(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:
 
 
 def step_records(analysis: TraceAnalysis, subject: str, environment: Environment) -> list[Record]:
-    """Returns one record for each rank and label; its samples are the steps."""
+    """Returns one record per rank and label, with the steps as samples."""
     groups: dict[tuple[int, str], list[StepOverlap]] = {}
     for step in analysis.steps:
         groups.setdefault((step.rank, step.label), []).append(step)
@@ -48,9 +48,9 @@ def step_records(analysis: TraceAnalysis, subject: str, environment: Environment
 def operator_records(
     analysis: TraceAnalysis, subject: str, environment: Environment
 ) -> Iterator[Record]:
-    """Yields time, calls and operations of each range: by kind of work, then by operator.
+    """Yields time, calls and FLOPs of each range: by kind of work, then by operator.
 
-    Numbers are those of one step of one rank on average.
+    Numbers are averages per step and rank.
     """
     num_steps = max(1, len(analysis.steps))
     ranges: dict[str, list[OperatorTime]] = {}

@@ -1,1 +1,1 @@
-"""Training: a run from a config to a model."""
+"""Training runs, from a config to a trained model."""

@@ -1,4 +1,4 @@
-"""Whether a run has trained on every sample of its stream exactly once, as its metrics say."""
+"""Audits whether a run trained on every sample of its stream exactly once, from its metrics."""
 
 import pathlib
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from paceline.training.toml_config import read_config
 
 
 def audit_run(directory: pathlib.Path) -> tuple[int, list[AuditFinding]]:
-    """Reads again what a run has trained on; returns how many steps, and what is wrong.
+    """Re-reads a run's training data; returns the number of steps and the audit findings.
 
     Args:
-        directory: The run, whose datasets are where its config says.
+        directory: Directory of the run; its datasets must be where its config says.
     """
     config = read_config(directory / CONFIG)
     rows = list(_rows(directory, config))
@@ -48,12 +48,12 @@ def _rows(directory: pathlib.Path, config: RunConfig) -> Iterator[AuditRow]:
 def _batch_size(row: StepRow, config: RunConfig) -> int:
     if config.parallel.elastic_batch == "kept":
         return config.training.batch_size
-    # Replicas were missing in some steps: what a step adds to the run's tokens is its batch.
+    # Replicas may be missing in some steps: derive the batch size from the cumulative tokens.
     return row.tokens // config.data.context_length - row.first_sample
 
 
 def _left_out(directory: pathlib.Path, reader: BatchReader) -> Iterator[AuditRow]:
-    """Yields what the run has left out and said so: nothing is missing there."""
+    """Yields the samples that the run skipped on purpose, which do not count as missing."""
     for row in MetricsFile(directory / METRICS).read():
         if isinstance(row, EventRow) and row.name == SKIPPED and row.details is not None:
             first, number = int(row.details[FIRST_SAMPLE]), int(row.details[NUM_SAMPLES])

@@ -1,4 +1,4 @@
-"""From a config to a model that is ready to train: every technique, in the order it must have."""
+"""Builds a model that is ready to train, applying every technique in the required order."""
 
 import dataclasses
 import pathlib
@@ -29,23 +29,23 @@ _ON_MESH: StrategyName = "torch_fsdp2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """A model, what wraps it, and what trains it."""
+    """A model, its wrapper, and its optimizers."""
 
     module: TransformerLM | HuggingFaceLM | TransformerStage
-    """The model itself; of a pipeline, this rank's blocks of it."""
+    """The unwrapped model; with a pipeline, only this rank's blocks."""
     model: nn.Module
-    """The model as its strategy has wrapped it: what is called, but for a pipeline."""
+    """The model as wrapped by its strategy; call this one, except with a pipeline."""
     optimizers: dict[str, Optimizer]
-    """By the names that checkpoints know them by."""
+    """Optimizers by their names in checkpoints."""
     strategy: StrategyName
     share: BatchShare
-    """What this rank reads of a batch."""
+    """This rank's share of each batch."""
     laid_out: LaidOut | None = None
-    """The mesh that the model is on; None where data alone divides the ranks."""
+    """The mesh that the model is on; None if ranks are only data-parallel."""
 
     @property
     def stages(self) -> dist.ProcessGroup | None:
-        """The ranks that have the other blocks; None where every rank has all."""
+        """Process group of the pipeline's ranks; None if every rank has all blocks."""
         mesh = None if self.laid_out is None else self.laid_out.groups.pipeline
         return None if mesh is None else mesh.get_group()
 
@@ -67,13 +67,13 @@ def build(config: RunConfig, session: Session) -> Trainee:
             share=BatchShare.of_mesh(laid_out.groups),
             laid_out=laid_out,
         )
-    # 1. The same weights on every rank and for every number of ranks.
+    # 1. The same weights on every rank and at any world size.
     torch.manual_seed(config.training.seed)
     module = _make_module(config).to(session.device)
-    # 2. Blocks are compiled before hooks come between them.
+    # 2. Compile blocks before hooks are registered between them.
     if config.model.compile_blocks and isinstance(module, TransformerLM):
         module.compile_blocks()
-    # 3. The strategy takes the parameters; 4. optimizers take what it leaves of them.
+    # 3. The strategy wraps or shards the parameters; 4. optimizers get the result.
     strategy = config.parallel.strategy_on(session.world_size)
     model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
     optimizers = make_optimizers(config.optimizer, strategy, model)

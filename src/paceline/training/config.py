@@ -1,7 +1,7 @@
-"""What a training run is: one definition, from which TOML, flags and the template are made.
+"""Config of a training run: the single definition behind the TOML format, flags and template.
 
-Torch-free, because the command line parses with it. Every section is frozen and checks itself. What
-stands under each field is what `paceline train init` prints as comments.
+Torch-free, because the command line imports it. Every section is frozen and validates itself.
+`paceline train init` prints the docstring below each field as a comment.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from paceline.core.strategies import (
     StrategyName,
     find_strategy,
 )
+from paceline.core.units import GB
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.training.watch.config import WatchConfig
 
@@ -78,7 +79,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The preset with what was changed."""
+        """The preset with its overrides applied."""
         if self.hugging_face is not None:
             raise UsageError(
                 f"model.hugging_face {self.hugging_face}: parameters, FLOPs, memory and time are "
@@ -87,7 +88,7 @@ class ModelConfig:
         return dataclasses.replace(model_preset(self.preset), **self._changes())
 
     def _changes(self) -> dict[str, Any]:
-        """Returns the dimensions that were given."""
+        """Returns the dimensions that override the preset."""
         names = {field.name for field in dataclasses.fields(ModelShape)}
         return {
             field.name: value
@@ -108,6 +109,8 @@ class DataConfig:
     """Samples per shuffle window, for data in S3; by default, the whole epoch is shuffled."""
     cache_directory: str | None = None
     """Directory that caches shards from S3."""
+    cache_bytes: int = 100 * GB
+    """Maximum size of that cache in bytes."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -139,7 +142,7 @@ class StepConfig:
             raise UsageError(f"training.clip_norm {self.clip_norm} must not be negative")
 
     def num_passes(self, data_ranks: int) -> int:
-        """Returns in how many micro-batches every rank computes its part of a batch."""
+        """Returns the number of micro-batches per rank and step."""
         return num_passes(self.batch_size, data_ranks, self.micro_batch_size)
 
 
@@ -248,11 +251,11 @@ class ParallelConfig:
             )
 
     def strategy_on(self, world_size: int) -> StrategyName:
-        """Returns the strategy; a rank alone has nobody to share with."""
+        """Returns the strategy; always "none" for a single rank."""
         return self.strategy if world_size > 1 else "none"
 
     def bucket_size_for(self, strategy: StrategyName) -> float | None:
-        """Returns the bucket size where the strategy has buckets."""
+        """Returns the bucket size, or None if the strategy has no buckets."""
         return self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None
 
 
@@ -283,7 +286,7 @@ class CheckpointConfig:
             )
 
     def is_due_in_memory(self, step: int) -> bool:
-        """Whether a step's state is kept in memory; what goes to the disk is not kept twice."""
+        """Returns whether a step is checkpointed in memory; steps saved to disk are not."""
         return (
             self.memory_every_steps > 0
             and step % self.memory_every_steps == 0
@@ -366,25 +369,26 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that all ranks train on in a step."""
+        """Tokens per step, over all ranks."""
         return self.training.batch_size * self.data.context_length
 
     def loader(self, split: Literal["train", "heldout"] = "train") -> LoaderConfig:
-        """Returns how batches of a split are read."""
+        """Returns the loader config of a split."""
         return LoaderConfig(
             sources=self.data.sources,
             split=split,
             context_length=self.data.context_length,
             batch_size=self.training.batch_size,
-            # Runs with other seeds are compared on the same held-out text.
+            # Runs with different seeds must be compared on the same held-out text.
             seed=self.training.seed if split == "train" else 0,
             window=self.data.window if split == "train" else None,
             cache_directory=self.data.cache_directory,
+            cache_bytes=self.data.cache_bytes,
         )
 
 
 def num_passes(batch_size: int, data_ranks: int, micro_batch_size: int) -> int:
-    """Returns how many passes the rank with most sequences needs."""
+    """Returns the number of passes that the rank with the most sequences needs."""
     largest_part = -(-batch_size // data_ranks)
     return -(-largest_part // micro_batch_size)
 

@@ -1,4 +1,4 @@
-"""How well a model does: the loss on held-out text, and how it continues a prompt."""
+"""Evaluation of a model: loss on held-out text, and continuations of a prompt."""
 
 import contextlib
 import dataclasses
@@ -27,22 +27,22 @@ from paceline.training.steps.share import BatchShare
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A model on held-out text."""
+    """Result of an evaluation on held-out text."""
 
     loss: float
     """Mean cross-entropy per token, in nats."""
     bits_per_byte: float
-    """The same per byte of text, which does not depend on the tokenizer."""
+    """Cross-entropy in bits per byte of text, which does not depend on the tokenizer."""
 
 
 class HeldOut:
-    """The held-out sequences of a run, read once: the same ones every time, shared by the ranks.
+    """Held-out sequences of a run, read once, the same in every evaluation and split over ranks.
 
     Args:
-        config: How they are read; its batch is all of them.
-        share: Which of them are this rank's.
-        micro_batch_size: Sequences at a time.
-        device: Where the model computes.
+        config: Loader config, whose batch contains all held-out sequences.
+        share: This rank's share of them.
+        micro_batch_size: Sequences per forward pass.
+        device: Device to compute on.
     """
 
     def __init__(
@@ -56,34 +56,34 @@ class HeldOut:
         with TorchLoader(config, device=device, rank=rank, world_size=ranks) as loader:
             self._batch = next(loader)
         self._num_passes = num_passes(config.batch_size, ranks, micro_batch_size)
-        # Asked of all ranks: those that share states make their calls together.
+        # Computed from global sizes, because sharded ranks must all run the same collectives.
         self._is_even = config.batch_size % (ranks * self._num_passes) == 0
 
     @classmethod
     def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "HeldOut | None":
-        """Returns the held-out sequences of a run; None if it evaluates nothing."""
+        """Returns the held-out sequences of a run; None if evaluation is off."""
         if not config.evaluation.sequences:
             return None
         loader = dataclasses.replace(
             config.loader("heldout"), batch_size=config.evaluation.sequences, prefetch=0
         )
-        # No more at a time than in a step, so that an evaluation takes no more memory than one.
+        # At most a step's micro-batch, so that evaluation needs no more memory than a step.
         largest_part = -(-config.training.batch_size // trainee.share.data_ranks)
         at_a_time = min(config.training.micro_batch_size, largest_part)
         return cls(loader, trainee.share, at_a_time, device)
 
     @torch.no_grad()
     def evaluate(self, trainee: Trainee, autocast: Context) -> Evaluation:
-        """Returns the loss; all ranks call it and get the same.
+        """Returns the loss, identical on all ranks; all ranks must call it.
 
         Args:
-            trainee: The model as it is trained.
-            autocast: What lowers the precision of a forward pass.
+            trainee: The model being trained.
+            autocast: Creates the autocast context of a forward pass.
         """
         batch, model, share = self._batch, trainee.model, self._share
         passes, at_once = self._num_passes, 1
         if trainee.stages is not None and self._is_even:
-            passes, at_once = 1, passes  # One behind the other through the pipeline.
+            passes, at_once = 1, passes  # Back to back through the pipeline.
         was_training = model.training
         model.eval()
         total = torch.zeros((), device=self._device)
@@ -105,14 +105,14 @@ class HeldOut:
 
 
 class Sampler:
-    """A prompt that the model continues, always with the likeliest token: chance has no part.
+    """Continues a prompt by greedy decoding, so that samples are deterministic.
 
     Args:
-        tokenizer: Of the run's data.
+        tokenizer: Tokenizer of the run's data.
         prompt: The text to continue.
-        num_tokens: How many tokens to make.
-        device: Where the model computes.
-        is_compiled: Whether the model's blocks are.
+        num_tokens: Number of tokens to generate.
+        device: Device to compute on.
+        is_compiled: Whether the model's blocks are compiled.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Sampler:
 
     @classmethod
     def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "Sampler | None":
-        """Returns the prompt of a run; None if it has none."""
+        """Returns the sampler of a run; None if it has no prompt."""
         evaluation = config.evaluation
         if evaluation.sample_prompt is None:
             return None
@@ -156,21 +156,21 @@ class Sampler:
         return sampler
 
     def sample(self, trainee: Trainee, autocast: Context) -> str:
-        """Returns the continuation; all ranks call it, as each may hold a part of the model.
+        """Returns the continuation; all ranks must call it, as each may hold a part of the model.
 
         Args:
-            trainee: The model as it is trained.
-            autocast: What lowers the precision of a forward pass.
+            trainee: The model being trained.
+            autocast: Creates the autocast context of a forward pass.
         """
         was_training = trainee.model.training
         trainee.model.eval()
-        # Compiled blocks would be compiled again for every length.
+        # Compiled blocks would be recompiled for every length.
         as_written = torch.compiler.set_stance("force_eager") if self._is_compiled else None
         laid_out, room = trainee.laid_out, self._room(trainee)
 
         def filled(tokens: Tensor) -> Tensor:
             assert laid_out is not None
-            # What comes after a token has no influence on it.
+            # Attention is causal: padding after a token does not affect it.
             whole = F.pad(tokens, (0, room - tokens.shape[1]))
             return laid_out.logits(trainee.model, whole, autocast)[:, : tokens.shape[1]]
 
@@ -183,14 +183,14 @@ class Sampler:
                 forward=trainee.model if laid_out is None else filled,
                 cached=laid_out is None,
             )
-            # All of them, also after the document's end: every rank makes as many passes.
+            # Do not stop at the end of the document: all ranks must run the same number of passes.
             tokens = list(made)
         trainee.model.train(was_training)
         end = self._tokenizer.end_of_document
         return self._tokenizer.decode(itertools.takewhile(lambda token: token != end, tokens))
 
     def _room(self, trainee: Trainee) -> int:
-        """Returns the tokens of prompt and continuation, as many as a mesh divides them into."""
+        """Returns the length of prompt and continuation, rounded to what the mesh can split."""
         room, longest = len(self._prompt) + self._num_tokens, trainee.module.max_context_length
         divisor = 1 if trainee.laid_out is None else trainee.laid_out.divisor
         room += -room % divisor
@@ -198,7 +198,7 @@ class Sampler:
 
 
 def _bytes_per_token(config: LoaderConfig) -> float:
-    """Returns the mean over the sources by weight, as their manifests know it."""
+    """Returns the bytes per token from the sources' manifests, averaged by weight."""
     total = weights = 0.0
     for source in config.sources:
         manifest = read_manifest(open_storage(source.place))

@@ -1,4 +1,4 @@
-"""What a run will take, before a rank is started: parameters, FLOPs, memory, time."""
+"""Predicts a run before any rank starts: parameters, FLOPs, memory and time."""
 
 import dataclasses
 import pathlib
@@ -26,28 +26,29 @@ MEMORY_REMEDY = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is known of a run beforehand."""
+    """Predictions for a run, made before it starts."""
 
     num_parameters: int
     num_steps: int
     flops: float
-    """Of the whole run, in forward and backward."""
+    """FLOPs of the whole run, forward and backward."""
     tokens: int
-    """That the run trains on."""
+    """Tokens that the run trains on."""
     memory: MemoryParts | None
-    """At the peak of a step, on the rank that holds most; None on a mesh of several axes, where
+    """Peak memory of a step on the rank that needs most; None on a mesh of several axes, where
     ``paceline plan search`` predicts it."""
     kept_in_memory_bytes: int
-    """Of a rank's host, for states that are kept there: its part and a replica of another's, both
-    twice while a save is under way, and the copy that the save is made from; 0 where none are."""
+    """Host memory per rank for in-memory checkpoints; 0 without them. Covers the rank's own shard
+    and a replica of another's, both twice while a save is in flight, and the staging copy."""
     step_time_s: float | None
-    """Predicted from a calibration of the machine; None without one, and on such a mesh."""
+    """Predicted from a calibration of the machine; None without one and on a mesh of several
+    axes."""
     final_loss: Estimate | None = None
-    """Loss at the end, predicted from smaller runs; None without them."""
+    """Final loss, predicted from smaller runs; None without them."""
 
     @property
     def duration_s(self) -> float | None:
-        """All steps together, evaluations and checkpoints apart."""
+        """Total time of all steps, without evaluations and checkpoints."""
         return None if self.step_time_s is None else self.step_time_s * self.num_steps
 
 
@@ -58,9 +59,9 @@ def forecast(
 
     Args:
         config: The run.
-        world_size: How many ranks there will be.
-        calibration: Records of ``paceline calibrate`` for as many ranks as compute at a time.
-        at_once: How many such runs share the machine.
+        world_size: Number of ranks.
+        calibration: Records of ``paceline calibrate`` for ``world_size * at_once`` ranks.
+        at_once: Number of such runs that share the machine.
     """
     shape = config.model.shape
     strategy = config.parallel.strategy_on(world_size)
@@ -109,7 +110,7 @@ def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int)
 
 
 def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
-    """Raises if the peak of a step is beyond what a rank may take, where that is known."""
+    """Raises if the peak memory of a step exceeds a rank's limit, where both are known."""
     if limit_bytes is None or predicted.memory is None:
         return
     if predicted.memory.total > limit_bytes:
@@ -120,7 +121,7 @@ def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
 
 
 def memory_need(memory: MemoryParts) -> str:
-    """Returns what a step was predicted to need, as a sentence begins."""
+    """Returns the predicted memory of a step, worded as the start of a sentence."""
     return (
         f"a step needs {format_binary_bytes(memory.total)} per rank, of which "
         f"activations {format_binary_bytes(memory.activations)}"
@@ -149,6 +150,6 @@ def _step_time_s(
         )
     bucket_size = config.parallel.bucket_size_for(strategy)
     terms = strategy_step_terms(config.model.shape, batch, strategy, places[-1], bucket_size)
-    # All passes but the last compute alone; only the last one communicates and updates.
+    # Only the last pass communicates and updates; all others only compute.
     alone = strategy_step_terms(config.model.shape, batch, "none", places[-1], None)
     return terms.total_s + (passes - 1) * (alone.total_s - alone.optimizer_s)

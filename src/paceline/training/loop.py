@@ -1,11 +1,10 @@
 """The training loop, top to bottom.
 
     resume > for every step: batch > learning rate > forward, backward, average, update >
-    row of metrics > are ranks still equal > evaluation and checkpoint where they are due >
-    agree on whether to go on
+    metrics row > compare ranks > evaluation and checkpoint if due > agree on whether to continue
 
-Everything that ranks must agree on (loss, taken or not, stop or not) comes out of the step itself,
-so that no rank ever leaves the loop alone. What is watched meanwhile is in `watch/`.
+Everything that ranks must agree on (loss, whether to update, whether to stop) is a result of the
+step itself, so that no rank ever leaves the loop alone. The checks made meanwhile are in `watch/`.
 """
 
 import dataclasses
@@ -43,11 +42,12 @@ class RunOutcome:
 
     reason: Literal["finished", "stopped"]
     step: int
-    """Steps that are done."""
+    """Number of completed steps."""
     loss: float
-    """Of the last step."""
+    """Loss of the last step."""
     is_spokesman: bool = True
-    """Whether this rank speaks for the run, if it is the first; of replicas, one does."""
+    """Whether this rank reports the outcome if it is rank 0. Every replica has a rank 0, and one of
+    them reports."""
 
 
 def train(
@@ -58,14 +58,14 @@ def train(
     observer: Observer,
     stop: StopRequest,
 ) -> RunOutcome:
-    """Trains from where the run was left to its last step, or until it is asked to stop.
+    """Trains from the newest saved state to the last step, or until the run is asked to stop.
 
     Args:
         config: The run.
-        session: This rank among the others.
+        session: Distributed session of this rank.
         trainee: The model and its optimizers, as built.
-        states: Saves and restores all that a run consists of.
-        observer: Is told what happens.
+        states: Saves and restores the state of the run.
+        observer: Receives the metrics rows.
         stop: Whether the run was asked to stop.
     """
     num_steps = config.training.steps

@@ -1,4 +1,4 @@
-"""A plan becomes a config: what `paceline plan step` or `plan search` has found is trained."""
+"""Turns a plan of `paceline plan step` or `plan search` into settings of a run config."""
 
 import dataclasses
 import math
@@ -24,25 +24,25 @@ _STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
     "gradients": "sharded",
     "parameters": "fully_sharded",
 }
-"""Which of our strategies shards what."""
+"""Strategy that implements each kind of sharding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A predicted step, as a run takes it over."""
+    """A predicted step, as settings of a run."""
 
     changes: tuple[str, ...]
-    """What it says of a run, as ``--set`` would."""
+    """Config settings, in the syntax of ``--set``."""
     world_size: int
     step_time_s: float
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Reads a searched plan, or predictions, of which it takes the one with most tokens per second.
+    """Reads a searched plan, or the prediction with the most tokens per second.
 
     Args:
-        path: The plan.json of ``paceline plan search --out``, or a file of records, such as
-            ``paceline plan step --json`` prints.
+        path: A plan.json of ``paceline plan search --out``, or a file of records as printed by
+            ``paceline plan step --json``.
     """
     searched = _searched(pathlib.Path(path))
     if searched is not None:
@@ -56,7 +56,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def _searched(path: pathlib.Path) -> core_plan.Plan | None:
-    """Returns the plan in a file, or None where it holds something else, such as records."""
+    """Returns the plan in a file, or None if it contains something else, such as records."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -109,7 +109,7 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
 
 
 def _axes(layout: core_plan.ParallelLayout) -> list[str]:
-    """Returns the axes of a layout; what they leave of the ranks shares the states."""
+    """Returns the axes of a layout; the remaining ranks shard the states."""
     replicate = layout.replicate if layout.sharding != "none" else 1
     sequence_parallel = "true" if layout.sequence_parallel else "false"
     return [
@@ -123,7 +123,7 @@ def _axes(layout: core_plan.ParallelLayout) -> list[str]:
 
 
 def _dimensions(shape: ModelShape) -> list[str]:
-    """Returns a model as changes to whatever preset a config names."""
+    """Returns a model's dimensions as overrides of any preset."""
     numbers = {
         "vocab_size": shape.vocab_size,
         "d_model": shape.d_model,
@@ -154,7 +154,7 @@ def _tokens_per_second(record: Record) -> float:
 
 def _plan(record: Record) -> Plan:
     case = record.case
-    model_preset(str(case["model"]))  # Refuses what no config could name.
+    model_preset(str(case["model"]))  # Raises for a model that no config can name.
     batch, world_size = _integer(record, "batch"), _integer(record, "world_size")
     changes = [
         f'model.preset="{case["model"]}"',

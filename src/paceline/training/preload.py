@@ -1,8 +1,8 @@
-"""What a run imports late, imported before ranks are forked instead of in each of them."""
+"""Imports in the parent process what every forked rank would otherwise import late."""
 
 import importlib
 
-# torch's optimizers import its compiler when they are made, with or without compiled blocks: 2 s.
+# Constructing a torch optimizer imports torch._dynamo, even without compiled blocks: 2 s.
 _LATE = (
     "torch._dynamo",
     "torch.profiler",
@@ -14,6 +14,6 @@ _LATE = (
 
 
 def preload() -> None:
-    """Imports what is imported late otherwise."""
+    """Imports the modules that are otherwise imported late."""
     for name in _LATE:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What was predicted of a finished run and what was measured, for the predictions of later runs."""
+"""Records predictions and measurements of finished runs, to correct later predictions."""
 
 import pathlib
 from collections.abc import Sequence
@@ -15,27 +15,26 @@ from paceline.prediction.history import (
     history_path,
     read_history,
 )
-from paceline.records import RecordStore
 from paceline.training.config import RunConfig
 from paceline.training.metrics.expectation import Expectation
-from paceline.training.run_files import EXPECTATION, RECORD
+from paceline.training.run_files import EXPECTATION, last_record
 
 
 def remember_run(config: RunConfig) -> None:
-    """Adds a run that has finished to the history, as far as anything was predicted of it."""
+    """Adds the predicted quantities of a finished run to the history."""
     path = history_path()
     append_history(path, predicted_and_measured(config, read_history(path)))
 
 
 def predicted_and_measured(config: RunConfig, known: Sequence[HistoryEntry]) -> list[HistoryEntry]:
-    """Returns every quantity of a finished run that was predicted, beside its measurement.
+    """Returns the predicted quantities of a finished run, paired with their measurements.
 
     Args:
-        config: The run, whose directory has its record.
-        known: The history before it, which corrects the predictions.
+        config: The run, whose directory contains its record.
+        known: Earlier history, which corrects the predictions.
     """
     directory = pathlib.Path(config.out)
-    record = list(RecordStore(directory / RECORD).read())[-1]
+    record = last_record(directory)
     expected = msgspec.json.decode((directory / EXPECTATION).read_bytes(), type=Expectation)
     size = count_parameters(config.model.shape).total
     hardware = str(record.case["hardware"])

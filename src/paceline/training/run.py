@@ -1,4 +1,4 @@
-"""One rank's part of a run: the directory, the model, the loop."""
+"""Runs training on one rank: creates the run directory and the model, then enters the loop."""
 
 import pathlib
 import time
@@ -34,7 +34,7 @@ from paceline.training.toml_config import encode_config
 
 
 class OutOfMemoryError(PacelineError):
-    """A rank whose step does not fit into its memory."""
+    """Raised when a step does not fit into a rank's memory."""
 
 
 def run(
@@ -44,14 +44,14 @@ def run(
     final_loss: Estimate | None = None,
     restarts: Sequence[Restart] = (),
 ) -> RunOutcome:
-    """Trains, from the newest checkpoint if there is one.
+    """Trains, resuming from the newest checkpoint if there is one.
 
     Args:
         config: The run.
-        session: This rank among the others.
-        calibration: Records of ``paceline calibrate``, to predict the time of a step from.
-        final_loss: Loss at the end, where it was predicted; the first rank's counts.
-        restarts: Those before it that the metrics do not tell of yet.
+        session: Distributed session of this rank.
+        calibration: Records of ``paceline calibrate``, to predict the step time from.
+        final_loss: Predicted final loss, if any; only rank 0's value is used.
+        restarts: Earlier restarts that the metrics do not contain yet.
     """
     beat(Phase.LOAD)
     with StopRequest(config.checkpoint.grace_s) as stop:
@@ -76,7 +76,7 @@ def _run(
     def open_observers() -> Observers:
         return Observers(_begin(config, session, expect(config, session, calibration, final_loss)))
 
-    # Of replicas, one that comes to report opens them.
+    # With replicas, the one that reports opens them later.
     observers = Observers([]) if session.rank or is_elastic else open_observers()
     try:
         trainee = build(config, session)
@@ -103,7 +103,7 @@ def _run(
 
 
 def _begin(config: RunConfig, session: Session, expected: Expectation) -> list[Observer]:
-    """Writes down what is known beforehand, and returns those who follow what happens."""
+    """Writes config, tokenizer, environment and expectation; returns the observers."""
     directory = pathlib.Path(config.out)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(encode_config(config), encoding="utf-8")
@@ -114,12 +114,12 @@ def _begin(config: RunConfig, session: Session, expected: Expectation) -> list[O
 
 
 def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None) -> None:
-    """Raises what can be known to fail before a rank is started.
+    """Raises for errors that can be detected before any rank starts.
 
     Args:
         config: The run.
-        world_size: How many ranks there will be.
-        rank_bytes: What each of them may take of its device's memory, where that is known.
+        world_size: Number of ranks.
+        rank_bytes: Device memory that each rank may use; None if unknown.
     """
     require_data(config)
     require_sinks(config.logging.sinks)
@@ -129,12 +129,12 @@ def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None
             f"training.batch_size {config.training.batch_size} leaves some of the "
             f"{data_ranks} ranks without a sequence; raise it, or start fewer ranks"
         )
-    if config.model.hugging_face is None:  # What others need is not known.
+    if config.model.hugging_face is None:  # Memory of other models is not predicted.
         require_fit(forecast(config, world_size), rank_bytes)
 
 
 def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
-    """Returns what a rank may take: a GPU of its own, or its part of the host's memory."""
+    """Returns the memory that a rank may use: its whole GPU, or its part of the host's memory."""
     usable = usable_memory_bytes(device)
     if usable is None or device.type == "cuda":
         return usable
@@ -142,7 +142,7 @@ def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
 
 
 def require_data(config: RunConfig) -> None:
-    """Raises unless every dataset is there and has tokens that the model knows."""
+    """Raises unless every dataset exists and fits the vocabulary and the run's tokenizer."""
     vocab_size, remedy = _vocabulary(config)
     for source in config.data.sources:
         manifest = read_manifest(open_storage(source.place))
@@ -161,7 +161,7 @@ def require_data(config: RunConfig) -> None:
 
 
 def _vocabulary(config: RunConfig) -> tuple[int | None, str]:
-    """Returns how many tokens the model knows, if it says so, and where to change it."""
+    """Returns the vocabulary size, None if unknown, and the setting that changes it."""
     if config.model.hugging_face is None:
         return config.model.shape.vocab_size, "model.vocab_size"
     directory = pathlib.Path(config.model.hugging_face)
@@ -169,5 +169,5 @@ def _vocabulary(config: RunConfig) -> tuple[int | None, str]:
 
 
 def _tokenizer(config: RunConfig) -> bytes:
-    """Returns tokenizer.json of the data, of which a mixture has one."""
+    """Returns tokenizer.json of the data; all sources of a mixture share one."""
     return open_storage(config.data.sources[0].place).read(TOKENIZER)

@@ -1,14 +1,23 @@
-"""What is in the directory of a run."""
+"""Names of the files in a run's directory."""
+
+import pathlib
+
+from paceline.records import Record, RecordStore
 
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 EXPECTATION = "expectation.json"
-"""What was known before the first step."""
+"""Predictions and limits, written before the first step."""
 METRICS = "metrics.jsonl"
 RECORD = "record.jsonl"
-"""The record of a run that has finished."""
+"""Record of the finished run."""
 CHECKPOINTS = "checkpoints"
 DIVERGED = "diverged"
-"""The state before a step whose loss or gradients were not finite."""
+"""State before a rejected step: its loss or gradients were not finite, or its loss was a spike."""
 STACKS = "stacks"
-"""Where each rank was when a step hung or a collective failed."""
+"""Stack traces of each rank when a step hung or a collective failed."""
+
+
+def last_record(directory: pathlib.Path) -> Record:
+    """Returns the newest record of the finished run in a directory."""
+    return list(RecordStore(directory / RECORD).read())[-1]

@@ -1,6 +1,6 @@
-"""All that a run consists of, saved and restored: weights, optimizers, place in the data, chance.
+"""Saves and restores the state of a run: weights, optimizers, data position, random state.
 
-What is saved knows neither ranks nor strategies: any number and any strategy goes on from it.
+Saved states do not depend on world size or strategy: a run can resume with any of them.
 """
 
 import pathlib
@@ -30,23 +30,25 @@ from paceline.training.config import RunConfig
 
 
 class Position(Protocol):
-    """Where a run is in its data."""
+    """Position of a run in its data."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position."""
+        """Restores a position."""
 
 
 class RunStates:
-    """Saves and restores the states of one run; all ranks make one and call it alike.
+    """Saves and restores the states of one run.
+
+    Every rank creates one and makes the same calls.
 
     Args:
         config: The run.
-        session: This rank among the others.
-        place: Where its checkpoints are.
-        diverged: Where the state is kept that a run had before numbers were not finite.
+        session: Distributed session of this rank.
+        place: Location of its checkpoints.
+        diverged: Location for the state before a rejected step.
     """
 
     def __init__(self, config: RunConfig, session: Session, place: str, diverged: str) -> None:
@@ -63,31 +65,31 @@ class RunStates:
             self._memory = MemoryTier(config.checkpoint.memory_directory, place)
 
     def take_notices(self) -> list[str]:
-        """Returns what the user should know of, and was not told yet."""
+        """Returns and clears the pending notices for the user."""
         notices = [] if self._memory is None else self._memory.notices[:]
         if self._memory is not None:
             self._memory.notices.clear()
         return notices
 
     def save(self, step: int, trainee: Trainee, loader: Position) -> None:
-        """Saves the state after a step; training may go on at once."""
+        """Saves the state after a step; training may continue immediately."""
         self._checkpointer.save(step, *self._state(trainee, loader))
 
     def is_saved(self, step: int) -> bool:
-        """Whether a step is on disk."""
+        """Returns whether a step is on disk."""
         return step in self._checkpointer.place.steps()
 
     def keep_in_memory(self, step: int, trainee: Trainee, loader: Position) -> None:
-        """Keeps the state after a step in the hosts' memory; that it fails ends nothing."""
+        """Saves the state after a step in host memory; a failure does not end the run."""
         assert self._memory is not None
         on_disk = self._checkpointer.published_step
         self._memory.save(step, *self._state(trainee, loader), on_disk=on_disk)
 
     def keep_diverged(self, step: int, trainee: Trainee, loader: Position) -> str:
-        """Saves the state before a step that failed, apart from the others; returns where.
+        """Saves the state before a failed step, apart from the checkpoints; returns the location.
 
-        Its place in the data is after the batch that failed: a run that goes on from this state
-        leaves the batch out.
+        Its data position is after the failed batch, so that a run that resumes from it skips the
+        batch.
         """
         self._checkpointer.wait()
         with Checkpointer(self._diverged, keep=1, asynchronous=False) as checkpointer:
@@ -95,14 +97,14 @@ class RunStates:
         return self._diverged
 
     def restore(self, trainee: Trainee, loader: Position) -> int:
-        """Restores the newest state that is intact; returns its step, 0 if there is none."""
+        """Restores the newest intact state; returns its step, or 0 if there is none."""
         restored = self._restore_from_memory(trainee) or self._restore_from_disk(trainee)
         return self._take_over(restored, loader) or 0
 
     def roll_back(self, trainee: Trainee, loader: Position) -> int | None:
-        """Restores the newest checkpoint in the middle of a run; returns its step, None without.
+        """Restores the newest checkpoint during a run; returns its step, or None if there is none.
 
-        What is in the hosts' memory is of the course of the run that is given up.
+        Discards states in host memory, because they belong to the abandoned part of the run.
         """
         self._checkpointer.wait()
         if self._memory is not None:
@@ -111,15 +113,15 @@ class RunStates:
 
     def _take_over(self, restored: Restored | None, loader: Position) -> int | None:
         if restored is None or restored.identity["data"] is None:
-            return None  # Nothing, or weights from elsewhere and nothing else.
+            return None  # Nothing, or only imported weights.
         loader.load_state_dict(restored.identity["data"])
         if len(restored.ranks) == self._session.world_size:
-            # With another number of ranks there is no state of chance to go on from.
+            # Random states are per rank, so they cannot be restored at another world size.
             restore_random_state(restored.ranks[self._session.rank]["random"])
         return restored.step
 
     def finish(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written, then closes."""
         self._checkpointer.wait()
         self._checkpointer.close()
         if self._memory is not None:
@@ -141,7 +143,7 @@ class RunStates:
         return restored
 
     def _state(self, trainee: Trainee, loader: Position) -> tuple[dict[str, Any], Json, Json]:
-        """Returns the state, what the run says of itself, and what this rank does."""
+        """Returns the state, the run's metadata, and this rank's metadata."""
         identity = msgspec.structs.replace(self._identity, data=loader.state_dict())
         return (
             training_state(trainee.model, trainee.optimizers, trainee.stages),

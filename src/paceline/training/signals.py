@@ -1,8 +1,8 @@
-"""Signals that ask a run to stop: they set a flag, which ranks look at between steps.
+"""Signals that ask a run to stop: they set a flag, which ranks check between steps.
 
-A rank may be deep inside a collective, where Python's handlers do not run, so a thread reads what
-the interpreter writes into a pipe when a signal comes. It sets the flag; it ends the process when a
-second signal comes, or when the time for saving is over.
+A rank may be inside a collective, where Python's signal handlers do not run. A thread therefore
+reads the pipe that the interpreter writes to when a signal arrives. The thread sets the flag, and
+ends the process at a second signal or when the time for saving is over.
 """
 
 import os
@@ -17,21 +17,22 @@ from typing import Any, NoReturn, Self
 from paceline.core.processes import STOP_SIGNALS, STOPPED
 
 _SAME_REQUEST_S = 1.0
-"""Within it, signals are one request: a launcher passes on what its group was sent already."""
+"""Signals within this time are one request: a launcher forwards signals that its process group has
+already received."""
 _CLOSE = 0
-"""No signal's number."""
+"""Byte that ends the thread; no signal has this number."""
 _SHOW_CURSOR = "\x1b[?25h"
-"""A panel has hidden it."""
+"""Shows the cursor, which a panel hides."""
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGUSR1 (Slurm's warning) and SIGINT while it is open.
+    """Records SIGTERM, SIGUSR1 (Slurm's warning) and SIGINT while it is open.
 
     Nothing is saved inside a handler. A second SIGTERM or SIGUSR1 ends the process at once with
     exit code 143; a second SIGINT interrupts as usual.
 
     Args:
-        grace_s: How long the process may take to save and leave after the first.
+        grace_s: Seconds that the process may take to save and exit after the first signal.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -60,7 +61,7 @@ class StopRequest:
         os.close(self._writer)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """Runs on the main thread, sooner or later; without it there would be no byte to read."""
+        """Runs on the main thread, possibly late. Without a handler, no byte reaches the pipe."""
         if number == signal.SIGINT:
             self._num_interrupts += 1
             if self._num_interrupts > 1 and self._is_another():

@@ -1,7 +1,7 @@
-"""Run configs as TOML: read, changed by ``--set``, written out, and a commented template.
+"""Run configs as TOML: reading, ``--set`` overrides, writing, and a commented template.
 
-The dataclasses of `training.config` are the only definition. What they do not know is refused with
-the nearest name; comments of the template are the sentences under their fields.
+The dataclasses of `training.config` are the only definition. An unknown key is an error that
+suggests the nearest name. The template's comments are the docstrings below the fields.
 """
 
 import ast
@@ -40,7 +40,7 @@ def decode_config(text: str, changes: Sequence[str] = (), where: str = "config")
     """Decodes a config; every defect is an error that names the key."""
     try:
         raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # Also numbers that are too long.
+    except (ValueError, RecursionError) as error:  # Also for overlong integers.
         raise UsageError(f"{where}: not TOML: {error}") from error
     for change in changes:
         _apply(raw, change)
@@ -52,7 +52,7 @@ def decode_config(text: str, changes: Sequence[str] = (), where: str = "config")
 
 
 def encode_config(config: RunConfig) -> str:
-    """Returns a config as TOML, with every value that counts."""
+    """Returns a config as TOML, without the keys that are None."""
     return "".join(_lines(config, has_comments=False))
 
 
@@ -62,7 +62,7 @@ def config_template(config: RunConfig) -> str:
 
 
 def _apply(raw: dict[str, Any], change: str) -> None:
-    """Sets a key that is written as section.key=value, the value as TOML or as plain text."""
+    """Sets a key from ``section.key=value``; the value is TOML or plain text."""
     name, is_given, value = change.partition("=")
     *sections, key = name.strip().split(".")
     if not is_given or not key:
@@ -75,7 +75,7 @@ def _apply(raw: dict[str, Any], change: str) -> None:
     try:
         table[key] = tomllib.loads(f"value = {value}")["value"]
     except ValueError:
-        table[key] = value.strip()  # A word without quotes, as shells leave it.
+        table[key] = value.strip()  # Plain text: shells remove the quotes.
 
 
 def _require_known(raw: Mapping[str, Any], config: type, where: str) -> None:
@@ -94,7 +94,7 @@ def _require_known(raw: Mapping[str, Any], config: type, where: str) -> None:
 
 
 def _section_type(hint: Any) -> type | None:
-    """Returns the dataclass that a field holds, by itself or in a tuple."""
+    """Returns the dataclass type of a field, bare or in a tuple."""
     for candidate in (hint, *typing.get_args(hint)):
         if dataclasses.is_dataclass(candidate) and isinstance(candidate, type):
             return candidate
@@ -138,12 +138,12 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml_value(each)}" for key, each in items) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    # Numbers, booleans and strings are written alike in TOML and JSON.
+    # Numbers, booleans and strings have the same syntax in TOML and JSON.
     return msgspec.json.encode(value).decode()
 
 
 def _choices(hint: Any) -> list[str]:
-    """Returns the values of a Literal, also of one that may be left out."""
+    """Returns the values of a Literal, also of an optional one."""
     if typing.get_origin(hint) is typing.Literal:
         return [str(value) for value in typing.get_args(hint)]
     if isinstance(hint, types.UnionType):
@@ -152,7 +152,7 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _field_comments(config: type) -> dict[str, str]:
-    """Returns the sentence under each field of a dataclass, from its source."""
+    """Returns the docstring below each field of a dataclass, parsed from its source."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(definition, ast.ClassDef)
     comments = {}

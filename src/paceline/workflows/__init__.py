@@ -1,1 +1,1 @@
-"""What runs several parts in turn. Stays empty, so that parsing a command loads none of it."""
+"""Multi-step workflows. Imports nothing, so that parsing a command stays fast."""

@@ -1,4 +1,4 @@
-"""One command of a suite, and the records by which it is known to have been run."""
+"""One command of a suite, and the records that show whether it has been run."""
 
 import dataclasses
 import itertools
@@ -11,14 +11,14 @@ from paceline.records import CaseValue, Environment, Record
 from paceline.records.kinds import LINK_RATE
 
 SEPARATOR = "; "
-"""Between the names of the deliverables that an attempt to measure is for."""
+"""Separates the names of an attempt's deliverables."""
 NUM_MEASURED = "num_measured"
-"""Metric of an attempt: the expected records that it measured."""
+"""Metric of an attempt: the number of expected records that it measured."""
 _TOO_LARGE = ("skipped", "out_of_memory")
 """Outcomes that another attempt on the same machine would only repeat."""
 _NUM_HOSTS = 2
 _FLAGS = {"strategy": "--strategies", "size_bytes": "--sizes"}
-"""Flags that are not named like the case field that they set."""
+"""Flags whose names differ from the case field that they set."""
 
 Values: TypeAlias = CaseValue | tuple[CaseValue, ...]
 Fields: TypeAlias = dict[str, Values]
@@ -26,32 +26,32 @@ Fields: TypeAlias = dict[str, Values]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuiteCase:
-    """A command that measures something for a report; its words and its records follow from it."""
+    """A measurement command for a report; its arguments and expected records derive from it."""
 
     name: str
     """Unique in a suite."""
     deliverables: tuple[str, ...]
-    """What it helps to answer."""
+    """Deliverables that use its records."""
     verb: str
     """The command's first words, such as ``bench step``."""
     kind: str
-    """The kind of record that it leaves."""
+    """The kind of record that it writes."""
     fields: Mapping[str, Values]
-    """What its flags ask for and its records say: of several values, a record for each."""
+    """Case fields that its flags set; a tuple of values gives one record per value."""
     defaults: Mapping[str, CaseValue] = dataclasses.field(default_factory=dict)
-    """What its records say besides, without being asked for."""
+    """Further case fields that its records have by default."""
     options: tuple[str, ...] = ()
-    """Further words of the command, which its records do not tell."""
+    """Further arguments that do not appear in its records."""
     seconds: float
-    """How long it takes about, on the machine that the preset is for."""
+    """Approximate duration on the machine that the preset targets."""
     rate: str | None = None
-    """The rate of the links, where it runs on two virtual hosts."""
+    """Link rate if it runs on two virtual hosts, else None."""
     records_in: Literal["store", "directory"] = "store"
-    """Whether the command appends to a store, or writes to a directory of its own."""
+    """Whether the command appends to the store or writes to a separate directory."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The words of the command, without where the records go."""
+        """The arguments of the command, without the destination of the records."""
         words = self.verb.split()
         for field, values in self.fields.items():
             words.append(_FLAGS.get(field, f"--{field.replace('_', '-')}"))
@@ -61,20 +61,20 @@ class SuiteCase:
 
     @property
     def lab(self) -> tuple[str, ...]:
-        """Where it runs on virtual hosts, the arguments of paceline lab run."""
+        """The arguments of `paceline lab run` if it runs on virtual hosts, else empty."""
         if self.rate is None:
             return ()
         return ("--hosts", str(_NUM_HOSTS), "--rate", self.rate)
 
     @property
     def command(self) -> str:
-        """The command as a person would type it."""
+        """The command as a user would type it."""
         inner = f"paceline {' '.join(self.arguments)}"
         return f"paceline lab run {' '.join(self.lab)} -- {inner}" if self.lab else inner
 
     @property
     def expected(self) -> tuple[dict[str, CaseValue], ...]:
-        """What the cases of its records say, of each record."""
+        """The case fields of each expected record."""
         links: dict[str, CaseValue] = {}
         if self.rate is not None:
             links = {"num_hosts": _NUM_HOSTS, LINK_RATE: parse_rate(self.rate)}
@@ -97,7 +97,7 @@ class SuiteCase:
                 yield fields
 
     def leaves(self, record: Record) -> bool:
-        """Returns whether a record is one that the command is run for, whatever came of it."""
+        """Returns whether a record is one of the expected ones, regardless of its outcome."""
         return any(self._matches(fields, record) for fields in self.expected)
 
     def _matches(self, fields: Mapping[str, CaseValue], record: Record) -> bool:
@@ -106,13 +106,13 @@ class SuiteCase:
         )
 
     def is_answered(self, records: Iterable[Record], here: Environment) -> bool:
-        """Returns whether another run would tell nothing new, on the machine that is here."""
+        """Returns whether another run on this machine would add no information."""
         known = [record for record in records if record.metrics or _was_too_large(record, here)]
         return all(any(self._matches(each, record) for record in known) for each in self.expected)
 
 
 def is_partial(attempt: Record) -> bool:
-    """Returns whether an attempt measured a part of what it was made for."""
+    """Returns whether an attempt measured only some of its expected records."""
     measured = attempt.metrics.get(NUM_MEASURED)
     return attempt.outcome != "ok" and measured is not None and measured.value > 0
 

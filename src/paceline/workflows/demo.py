@@ -1,7 +1,7 @@
-"""A demonstration of the whole in a few minutes: text, calibration, plan, training, page, sample.
+"""An end-to-end demo in a few minutes: text, calibration, plan, training, report, sample.
 
-Every step is a command that the reader could type, and is shown before it is run. Ranks are two
-virtual hosts with a shaped link between them, or two processes where that is not allowed.
+Every step is a command that users could type; it is shown before it runs. The two ranks run on
+virtual hosts with a shaped link, or as two processes if virtual hosts are not allowed.
 """
 
 import dataclasses
@@ -45,34 +45,34 @@ _OUTCOME = "outcome.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoOutcome:
-    """What was predicted of the run and measured, and where it ran."""
+    """Prediction and measurement of the run, and where it ran."""
 
     step: HistoryEntry
-    """Its step time."""
+    """Predicted and measured step time."""
     link: str | None
-    """Rate between the ranks' hosts; None where they share one."""
+    """Link rate between the ranks' hosts; None if they share a host."""
     strategy: StrategyName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """What was predicted, what was measured, and where the page and its picture are."""
+    """The results of a demo: report, plot, sample text and predictions."""
 
     page: str
     picture: str
     sample: str
-    """How the model continues the prompt."""
+    """The model's continuation of the prompt."""
     entries: tuple[HistoryEntry, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Makes the demonstration in a directory.
+    """Runs the demo in a directory.
 
     Args:
-        directory: Where everything goes.
+        directory: Output directory.
         steps: Training steps.
-        say: Tells what is being done.
+        say: Called with progress messages.
     """
 
     directory: pathlib.Path
@@ -80,7 +80,7 @@ class Demo:
     say: Callable[[str], None]
 
     def run(self) -> Demonstration:
-        """Goes through all steps."""
+        """Runs all steps of the demo."""
         lab = self._lab()
         run, tokens = str(self.directory / _RUN), str(self.directory / "tokens")
         corpus, page = self._write_text(), self.directory / "demo.html"
@@ -116,7 +116,7 @@ class Demo:
         return store
 
     def _lab(self) -> list[str]:
-        """Returns what starts ranks on two hosts with a slow link; nothing where that cannot be."""
+        """Returns the arguments that start ranks on two linked hosts; empty if not possible."""
         try:
             with hosts(_RANKS):
                 pass
@@ -127,7 +127,7 @@ class Demo:
 
     def _write_text(self) -> pathlib.Path:
         """Writes the manual that Python's help() prints: half a million characters of English."""
-        from pydoc_data.topics import topics  # Takes a moment, and only here.
+        from pydoc_data.topics import topics  # Slow to import, and only needed here.
 
         corpus = self.directory / "corpus"
         corpus.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class Demo:
     def _call(
         self, arguments: Sequence[str], lab: Sequence[str] = (), run: pathlib.Path | None = None
     ) -> str:
-        """Runs a command and returns what it printed; shows where a training run stands."""
+        """Runs a command and returns its output; reports the progress of a training run."""
         shown = ["paceline", *lab, *(["paceline"] if lab else []), *arguments]
         self.say(f"$ {shlex.join(shown)}")
         python = [sys.executable, "-m", "paceline"]
@@ -193,12 +193,12 @@ class Demo:
 
 
 def read_outcome(directory: pathlib.Path) -> DemoOutcome:
-    """Returns what came of a demonstration."""
+    """Returns the outcome of a finished demo."""
     return msgspec.json.decode((directory / _OUTCOME).read_bytes(), type=DemoOutcome)
 
 
 def draw_demo(directory: pathlib.Path) -> "Figure":
-    """Draws the run of a demonstration inside the band that was predicted."""
+    """Plots the run of a demo with the predicted band."""
     outcome = read_outcome(directory)
     step = outcome.step
     place = "on one host"

@@ -1,4 +1,4 @@
-"""What the planner expects of layouts that were measured, from a calibration of the same ranks."""
+"""Predicts measured layouts with the planner, from a calibration of the same ranks."""
 
 import dataclasses
 import functools
@@ -25,14 +25,14 @@ _METHOD = ("baseline", "warmup", "rounds")
 def layout_predictions(
     records: Sequence[Record], calibration: Iterable[Record]
 ) -> Iterator[Record]:
-    """Yields the prediction of every measured layout: time by term, and memory.
+    """Yields the prediction for every measured layout: time by term, and memory.
 
-    The planner has no zero-bubble schedule, so that layouts with it get none.
+    Layouts with a zero-bubble schedule are skipped, because the planner does not model it.
 
     Args:
-        records: Of `paceline bench layout`.
-        calibration: Of `paceline calibrate` on the same ranks; where these are on several hosts,
-            of the ranks of one host as well.
+        records: Records of `paceline bench layout`.
+        calibration: Records of `paceline calibrate` on the same ranks; for ranks on several hosts,
+            also records of the ranks of one host.
     """
     known = calibrations(calibration)
     for record in records:
@@ -66,7 +66,7 @@ def _matching(known: Sequence[Calibration], record: Record) -> Calibration:
 
 
 def _inside_host(known: Sequence[Calibration], record: Record) -> Calibration | None:
-    """Returns the calibration of one host's ranks, where a record's ranks are on several hosts."""
+    """Returns the calibration of one host's ranks; None for one host, or one rank per host."""
     ranks, hosts = int(str(record.case["world_size"])), int(str(record.case["num_hosts"]))
     if hosts == 1 or ranks == hosts:
         return None
@@ -102,9 +102,9 @@ def _predict(record: Record, cluster: Callable[[Workload], Cluster]) -> dict[str
         micro_batch=written.micro_batch,
         num_micro_batches=num_micro_batches,
     )
-    # As FSDP2 does.
+    # FSDP2 shards over the context-parallel ranks too.
     arrays = dataclasses.replace(Layouts.of([layout]), shards_context=True)
-    # On a CPU, calls of FSDP2 return when their message has arrived: nothing is hidden.
+    # On a CPU, FSDP2's collectives block until the data has arrived: nothing is overlapped.
     time = step_time(arrays, workload, cluster(workload), hidden=0.0)
     values = {
         "step_time_s": time.total_s,

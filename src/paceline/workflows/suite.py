@@ -1,8 +1,8 @@
-"""Runs what is missing in a store, command by command, each in a process of its own.
+"""Runs the missing commands of a suite, each in a separate process.
 
-Invariants: what the store has is not run again, so a suite that was interrupted goes on where it
-was; a command that fails, hangs or is killed leaves an attempt in the store and the next one
-begins; no command outlives the suite.
+Invariants: cases that are already in the store are not run again, so an interrupted suite resumes.
+A command that fails, hangs or is killed is recorded as an attempt in the store, and the suite
+continues with the next one. No command outlives the suite.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from paceline.workflows.last_words import last_words
 
 _SHORTEST_LIMIT_S = 300.0
 _SLOWEST = 6.0
-"""A command may take this many times as long as expected."""
+"""Time limit of a command, as a multiple of its expected duration."""
 _GRACE_S = 10.0
 _RECORDS = "records.jsonl"
 _INCOMPLETE = "it wrote only some of its records"
@@ -34,20 +34,20 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A suite and where its results go."""
+    """A suite and the destination of its results."""
 
     cases: Sequence[SuiteCase]
     store: RecordStore
     workspace: pathlib.Path
-    """Directory for what commands print and write beside records."""
+    """Directory for logs and other output of the commands."""
 
     def missing(self) -> list[SuiteCase]:
-        """Returns the cases whose records are not all in the store."""
+        """Returns the cases that have records missing in the store."""
         records, here = self._records(), capture_environment()
         return [case for case in self.cases if not case.is_answered(records, here)]
 
     def run(self, say: Say) -> int:
-        """Runs what is missing, says what and how long it takes, and returns how many failed."""
+        """Runs the missing cases, reports progress, and returns the number of failures."""
         missing = self.missing()
         done = len(self.cases) - len(missing)
         if done:
@@ -67,14 +67,14 @@ class Suite:
                 num_failed += has_failed
                 case_s = attempt.metrics["time_s"].value
                 if not has_failed:
-                    # A case that failed or hung says nothing of the machine's speed.
+                    # A case that failed or hung is no evidence of the machine's speed.
                     taken_s += case_s
                     estimated_s += case.seconds
                 say(f"  {_ending(attempt)} ({format_seconds(case_s)})")
         return num_failed
 
     def _attempt(self, case: SuiteCase, limit_s: float) -> Record:
-        """Runs a case and records what became of it."""
+        """Runs a case and records the outcome as an attempt."""
         begin = time.monotonic()
         num_before = len(self._records())
         outcome, reason = self._run(case, limit_s)
@@ -87,7 +87,7 @@ class Suite:
             outcome, reason = "failed", "it wrote none of its records"
         num_measured = sum(bool(record.metrics) for record in left)
         if num_measured and case.is_answered(records, here):
-            # Where something was measured, what was too large is part of the answer.
+            # If anything was measured, sizes that were too large are a valid part of the result.
             outcome, reason = "ok", None
         elif num_measured:
             outcome = "failed" if outcome == "ok" else outcome
@@ -124,7 +124,7 @@ class Suite:
             _end_group(process)
         if case.records_in == "directory" and (directory / _RECORDS).exists():
             records = list(RecordStore(directory / _RECORDS).read())
-            # What the case is known by comes last: whoever finds it finds the others too.
+            # Append the expected records last: if they are in the store, so are the others.
             for record in sorted(records, key=case.leaves):
                 self.store.append(record)
         if return_code is None:
@@ -134,7 +134,7 @@ class Suite:
         return "failed", last_words(log, exit_code_of(return_code))
 
     def _command_line(self, case: SuiteCase, directory: pathlib.Path) -> list[str]:
-        # Not the installed script: this must be the Paceline that is running.
+        # Use the running Paceline, not the installed script.
         paceline = [sys.executable, "-m", "paceline"]
         where = ["--out", str(directory.resolve())]
         if case.records_in == "store":
@@ -147,7 +147,7 @@ class Suite:
 
 
 def _limit_s(case: SuiteCase, pace: float) -> float:
-    """Returns how long a case may take, longer where earlier cases took longer than estimated."""
+    """Returns the time limit of a case, scaled up if earlier cases exceeded their estimates."""
     return max(_SHORTEST_LIMIT_S, _SLOWEST * case.seconds) * max(1.0, pace)
 
 
@@ -171,7 +171,7 @@ def _start(command: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and everything that it started; first kindly, so that a lab is taken down."""
+    """Ends a command and its descendants; SIGTERM first, so that a lab can clean up."""
     if process.poll() is None:
         process.terminate()
         try:

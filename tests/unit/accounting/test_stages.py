@@ -42,7 +42,7 @@ def test_equal_stages_where_embedding_and_head_are_small() -> None:
 
 
 def test_a_stage_with_a_large_head_has_fewer_blocks() -> None:
-    # As many weights as two blocks of 64 x (4 x 64 + 3 x 176), and the loss on top.
+    # The head has as many weights as two blocks of 64 x (4 x 64 + 3 x 176), plus the loss.
     assert _numbers(vocab_size=2 * 784, num_ranks=2) == [5, 3]
     assert _numbers(vocab_size=2 * 784, num_ranks=4) == [2, 2, 3, 1]
 

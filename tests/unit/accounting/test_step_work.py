@@ -1,4 +1,4 @@
-"""The segments of a step against what torch is really asked to do."""
+"""Tests the segments of a step against the operators that torch executes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ _MULTIPLY = {"mm", "attention", "attention_backward"}
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators, and the numbers that elementwise ones read and write."""
+    """Counts operators (a view as a third), and elements that elementwise ones read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Counter(TorchDispatchMode):
         self.calls += 1 / 3 if name in _MAKE_VIEWS else 1
         if name not in _MAKE_VIEWS | _MULTIPLY:
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-            # The rows of a table that are looked up, and not the table.
+            # Counts the rows that are looked up, not the whole table.
             if name == "embedding":
                 tensors = tensors[2:] * 2
             self.elements += sum(tensor.numel() for tensor in tensors)

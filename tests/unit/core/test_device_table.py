@@ -1,4 +1,4 @@
-"""The hardware table: complete, documented, and dense in one direction."""
+"""Tests of the hardware table: complete, sourced, with dense peaks and one-directional links."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -52,7 +52,7 @@ def _start(code: str) -> "subprocess.Popen[bytes]":
     [
         (["", ""], (0, None)),
         (["exit(3)", "import time; time.sleep(60)"], (3, "rank 0")),
-        # The second has failed first, and takes its time to leave.
+        # Rank 1 failed first but exits later; rank 0 exits with 1, as after losing a peer.
         (["exit(1)", "import time; time.sleep(0.5); raise SystemExit(3)"], (3, "rank 1")),
         (["exit(1)", "import time; time.sleep(0.2)"], (1, "rank 0")),
         (["exit(1)", "import time; time.sleep(60)"], (1, "rank 0")),
@@ -88,7 +88,7 @@ print(code, culprit, [each.returncode for each in ranks.values()])
 @pytest.mark.parametrize(
     ("seconds", "printed"),
     [
-        # Both have time to save; one has finished before it hears of it.
+        # Both ranks have time to save; in the second case, one finishes before the request.
         (("30", "30"), "143 None [143, 143]\n"),
         (("0.1", "30"), "143 None [0, 143]\n"),
     ],

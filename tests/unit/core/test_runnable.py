@@ -1,4 +1,4 @@
-"""Why layouts cannot run, in the planner's words."""
+"""Tests of the reasons for which layouts cannot run."""
 
 import dataclasses
 

@@ -46,7 +46,7 @@ def test_eighty_of_either_are_not_the_same() -> None:
 
 
 def test_a_type_checker_keeps_them_apart() -> None:
-    # mypy runs over the tests, and complains of an ignored error that there is not.
+    # mypy checks the tests and reports ignore comments that suppress no error.
     format_gigabytes(to_gibibytes(GIB))  # type: ignore[arg-type]
     format_gibibytes(to_gigabytes(GB))  # type: ignore[arg-type]
     bytes_of_gibibytes(80.0)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_rates_are_read_in_bits_and_bytes(text: str, bits_per_s: float) -> None:
     assert parse_rate(text) == pytest.approx(bits_per_s)
 
 
-# 1Gb/s is gigabits to network people; the size of a message is no rate.
+# 1Gb/s is ambiguous: network engineers mean gigabits. 2GB is a size, not a rate.
 @pytest.mark.parametrize("text", ["2", "2GB", "-1gbit", "1Gb/s", "fast", ""])
 def test_a_rate_without_its_unit_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(UsageError, match=r"write it like 2gbit, 2Gbit/s or 250MB/s"):

@@ -1,4 +1,4 @@
-"""Drawing takes most of an answer's time, and most tests look at findings alone."""
+"""Skips drawing, which takes most of an answer's time, in tests that check only findings."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from paceline.reports.document.model import Picture
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for drawing: pictures have a name and a description only."""
+    """Replaces drawing: pictures have only a name and a description."""
 
     def draw(*arguments: object) -> Picture:
         return Picture(name=str(arguments[-2]), description=str(arguments[-1]), svg=b"<svg/>")

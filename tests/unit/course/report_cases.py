@@ -1,4 +1,4 @@
-"""Records that a report can be made of, committed ones and others; and what is found in them."""
+"""Committed and synthetic records for tests of reports, and checks of their findings."""
 
 import functools
 import pathlib
@@ -17,15 +17,15 @@ RESULTS = pathlib.Path(__file__).parents[3] / "results"
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
 NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
 ONE = (1.0,)
-FEW = "(unknown: too few samples, 1)"
+FEW = "(from only 1 sample)"
 GPU = {"device": "cuda", "hardware": "h100-sxm", "backend": "nccl"}
 UNSHAPED = {"num_hosts": 2, "measured_link_rate_bits_per_s": 2e10}
-"""Two hosts on a link whose rate nobody set."""
+"""Two hosts on a link without a configured rate."""
 
 
 @functools.cache
 def committed_records() -> tuple[Record, ...]:
-    """All committed records, with compiled cases beside them, of which none are committed."""
+    """Returns all committed records, plus synthetic compiled cases, which are not committed."""
     records = [
         record for path in sorted(RESULTS.glob("*.jsonl")) for record in RecordStore(path).read()
     ]
@@ -37,7 +37,7 @@ def committed_records() -> tuple[Record, ...]:
 
 
 def changed(record: Record, factor: float, **case: Any) -> Record:
-    """The record with every figure multiplied, and another case."""
+    """Returns the record with every metric multiplied by `factor` and some case fields changed."""
     metrics = {
         name: Metric.from_samples([value * factor for value in metric.samples or (metric.value,)])
         for name, metric in record.metrics.items()
@@ -46,7 +46,7 @@ def changed(record: Record, factor: float, **case: Any) -> Record:
 
 
 def swapped(records: tuple[Record, ...], order: Callable[[list[int]], list[int]]) -> list[Record]:
-    """The same cases, with the figures of every kind handed out in another order."""
+    """Returns the same cases, with the metrics of each kind reordered."""
     result = list(records)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, record in enumerate(records):
@@ -59,7 +59,7 @@ def swapped(records: tuple[Record, ...], order: Callable[[list[int]], list[int]]
 
 
 def make_record(kind: str, numbers: Mapping[str, Any], **case: Any) -> Record:
-    """A record of what is not None, on two ranks of a processor unless the case says more."""
+    """Returns a record of the numbers that are not None, by default on two ranks of a CPU."""
     known = {name: number for name, number in numbers.items() if number is not None}
     usual = {"world_size": 2, "num_hosts": 1, "threads": 1, "device": "cpu"}
     usual |= {"hardware": "a processor"}
@@ -69,7 +69,7 @@ def make_record(kind: str, numbers: Mapping[str, Any], **case: Any) -> Record:
 
 
 def sentences(blocks: Sequence[Block]) -> list[str]:
-    """All findings as text."""
+    """Returns the text of all findings."""
     return [finding.text for block in blocks for finding in block.findings]
 
 
@@ -78,10 +78,10 @@ def check(
     records: Sequence[Record],
     expected: Mapping[str, Mapping[str, Any] | None],
 ) -> tuple[Block, ...]:
-    """Every finding has these figures, and its text these words; None for what must be absent.
+    """Checks the figures and texts of findings by name; None if a finding must be absent.
 
-    The key "says" is for words: a verdict, a name; "remedy" for all that is to be done. Where
-    nothing is expected, nothing is answered.
+    The key "says" has words that the text must contain, and "remedy" has the whole remedy. If
+    nothing is expected, the answer must be empty. Returns the blocks of the answer.
     """
     blocks = answer(Evidence.of(records))
     assert expected or not blocks

@@ -1,4 +1,4 @@
-"""The right answers to the courses' questions, to the digits that are known."""
+"""Tests the answers to the courses' accounting questions against known values."""
 
 import pytest
 

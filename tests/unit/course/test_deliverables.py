@@ -1,4 +1,4 @@
-"""Every deliverable is in the report, and what is said of it follows from the figures."""
+"""Tests that the report has every deliverable, and that findings follow from the figures."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from paceline.scaling import synthetic_sweep
 from tests.unit.course.report_cases import committed_records, sentences, swapped
 from tests.unit.scaling.surfaces import SURFACE
 
-# The rows of the courses' list of problems.
+# The courses' problems, in order.
 CONTRACT = """
 benchmarking_script, nsys_profile, mixed_precision_accumulation, benchmarking_mixed_precision,
 memory_profiling, pytorch_attention, torch_compile, flash_forward, flash_backward,

@@ -1,4 +1,4 @@
-"""The page and its Markdown: complete, inert, and showing every name as text."""
+"""Tests that the HTML and Markdown reports are complete and inert, and escape every name."""
 
 import base64
 import dataclasses
@@ -25,7 +25,7 @@ ATTACKS = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>",
 
 
 class Page(html.parser.HTMLParser):
-    """Collects elements, attributes and text, and whether elements are closed in order."""
+    """Collects elements, attributes and text, and checks that elements are closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _attempt(name: str, deliverables: str, outcome: str, num_measured: float) ->
 
 
 def _hostile_records() -> list[Record]:
-    """Steps and an attempt whose names and environment try to leave their place."""
+    """Returns steps and an attempt whose names and environments try to inject markup."""
     trained = Evidence.of(committed_records()).find("step", phase="train")
     steps = [record for record in trained if record.metrics][:2]
     records = []

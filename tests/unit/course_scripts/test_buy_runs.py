@@ -1,4 +1,4 @@
-"""Campaigns obey the service's ranges, learn its learning rates, and beat an even grid."""
+"""Tests that campaigns stay in the service's ranges, learn its best rates and beat an even grid."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def test_rates_that_do_not_matter_leave_the_default() -> None:
         for rate in (1e-4, 3e-4, 9e-4)
     )
     assert fit_rate_law(purchases).curvature == 0
-    assert RateLaw(level=0.0, slope=0.0, curvature=0.0).best(1e7) == 1e-3  # The service's most.
+    assert RateLaw(level=0.0, slope=0.0, curvature=0.0).best(1e7) == 1e-3  # The service's maximum.
 
 
 def test_the_design_finds_the_optimum_and_beats_an_even_grid() -> None:
@@ -104,7 +104,7 @@ def test_the_fake_answers_like_the_service() -> None:
         client = HttpTrainingService(address)
         first = client.query(GOOD)
         assert first.total_flops_used == 1e15
-        assert client.query(GOOD) == first  # Asked again, it is free and the same.
+        assert client.query(GOOD) == first  # A repeated query is free.
         other = dataclasses.replace(GOOD, num_layers=4)
         assert client.query(other).total_flops_used == 2e15
         with pytest.raises(ServiceError, match=r"403 .*exceed the total"):

@@ -1,4 +1,4 @@
-"""A client that is told nonsense, or nothing, or too much."""
+"""Tests of the client against invalid, empty, oversized, redirected and slow replies."""
 
 import contextlib
 import http.server
@@ -18,7 +18,7 @@ REQUEST = RunRequest(
 def _answering(
     body: bytes, *, status: int = 200, headers: dict[str, str] | None = None, drips: bool = False
 ) -> Iterator[str]:
-    """Serves one answer to every request on loopback, whole or drop by drop for a while."""
+    """Serves one reply to every request on loopback; with `drips`, blanks follow it slowly."""
     stopped = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -36,7 +36,7 @@ def _answering(
                         break
 
         def log_message(self, *_arguments: object) -> None:
-            """Says nothing."""
+            """Suppresses the log."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

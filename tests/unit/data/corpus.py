@@ -1,4 +1,4 @@
-"""Small corpora, and what a dataset made of them consists of."""
+"""Writes small corpora, and reads the datasets prepared from them."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def write_jsonl(path: pathlib.Path, documents: list[str]) -> pathlib.Path:
 
 
 def write_corpus(directory: pathlib.Path, seed: int = 0, per_file: int = 120) -> list[str]:
-    """Writes files of several kinds with some duplicates; returns the documents in order."""
+    """Writes files of several kinds with some duplicates; returns distinct documents in order."""
     first, second = make_documents(per_file, seed), make_documents(per_file, seed + 1)
     second[3] = first[5]
     third = [*make_documents(per_file // 2, seed + 2), first[0], second[7], first[5]]
@@ -54,7 +54,7 @@ def config_of(source: pathlib.Path, out: pathlib.Path | str, **changes: Any) -> 
 
 
 def dataset_bytes(out: pathlib.Path) -> dict[str, bytes]:
-    """Every file of a dataset, hidden ones too."""
+    """Returns the content of every file of a dataset, including hidden ones."""
     return {
         str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
     }
@@ -63,7 +63,7 @@ def dataset_bytes(out: pathlib.Path) -> dict[str, bytes]:
 def stored_documents(
     out: pathlib.Path | str, manifest: Manifest, split: SplitName
 ) -> list[np.ndarray]:
-    """The tokens of each document of a split, with its end, put together from all shards."""
+    """Returns the tokens of each document of a split, including its end token, from all shards."""
     storage = open_storage(out)
     streams, ends = [], []
     for shard, entry in enumerate(manifest.splits[split].shard_entries()):
@@ -84,7 +84,7 @@ def stored_documents(
 
 
 def stored_texts(out: pathlib.Path | str, manifest: Manifest, split: SplitName) -> list[str]:
-    """The documents of a dataset in the byte vocabulary."""
+    """Returns the texts of a dataset in the byte vocabulary."""
     texts = []
     for document in stored_documents(out, manifest, split):
         assert document[-1] == 255

@@ -1,4 +1,4 @@
-"""Small prepared datasets, written directly."""
+"""Writes small prepared datasets directly, without running the preparation."""
 
 import os
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ END_OF_DOCUMENT = 255
 
 
 def random_documents(num_tokens: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    """Returns documents of random tokens, `num_tokens` in all together with their ends."""
+    """Returns documents of random tokens, `num_tokens` in total including their end tokens."""
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []
     while num_tokens:
@@ -47,7 +47,7 @@ def write_dataset(
     split: SplitName = "train",
     tokenizer: bytes = b"{}",
 ) -> npt.NDArray[np.int64]:
-    """Writes a dataset of `documents`, to which their ends are added; returns all tokens."""
+    """Writes a dataset of `documents`, each followed by its end token; returns all tokens."""
     storage = open_storage(place)
     ended = [np.append(np.asarray(each, dtype=np.int64), END_OF_DOCUMENT) for each in documents]
     tokens = np.concatenate(ended)

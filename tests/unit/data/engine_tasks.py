@@ -1,4 +1,4 @@
-"""Tasks that workers find by name."""
+"""Tasks for tests of engines, in a module that workers can import."""
 
 import os
 import pathlib
@@ -31,7 +31,7 @@ def divide(task: Task) -> float:
 
 
 def die_at_first(task: Task) -> int:
-    """Kills its own process, but not more often than the task says."""
+    """Kills its own process in the first `num_deaths` attempts of a task."""
     deaths = pathlib.Path(task.folder, f"{task.number}.deaths")
     num_before = len(deaths.read_bytes()) if deaths.exists() else 0
     if num_before < task.num_deaths:

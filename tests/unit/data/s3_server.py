@@ -17,7 +17,7 @@ _BUCKET = "paceline-tests"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """Starts moto's server and a bucket, whose URL it yields, with the variables that reach it."""
+    """Starts moto's server, sets the environment variables for it, and yields a bucket's URL."""
     pytest.importorskip("obstore", reason="S3 needs obstore")
     pytest.importorskip("moto.server", reason="moto is the S3 server of the tests")
     with socket.socket() as free:

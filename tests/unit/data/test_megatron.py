@@ -1,4 +1,4 @@
-"""Megatron's files: read as they are documented, written so that they come back."""
+"""Tests of Megatron's files: the documented layout, round trips and damaged files."""
 
 import pathlib
 import struct
@@ -14,7 +14,7 @@ from tests.unit.data.corpus import config_of, dataset_bytes, stored_documents, w
 
 
 def _write_by_hand(prefix: pathlib.Path, code: int, tokens: list[int], letter: str) -> None:
-    """Three documents of two, one and no sequences, byte by byte."""
+    """Writes three documents of two, one and no sequences, byte by byte."""
     size = struct.calcsize(letter)
     prefix.with_suffix(".bin").write_bytes(struct.pack(f"<{len(tokens)}{letter}", *tokens))
     prefix.with_suffix(".idx").write_bytes(
@@ -88,6 +88,7 @@ def test_tokens_are_ended_once_and_must_be_in_the_vocabulary(tmp_path: pathlib.P
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 7, 0, 0), "not a Megatron index"),
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 10**9, 1), "truncated"),
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQqq", 1, 8, 0, 2, 1, 0), "do not cover"),
+        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQqqq", 1, 8, 0, 3, 0, 9, 0), "do not cover"),
     ],
 )
 def test_other_files_are_named(tmp_path: pathlib.Path, content: bytes, message: str) -> None:

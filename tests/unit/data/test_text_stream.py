@@ -1,4 +1,4 @@
-"""Text that is decoded token by token is the text of all tokens."""
+"""Tests that decoding token by token gives the same text as decoding all tokens at once."""
 
 import pytest
 from tokenizers import Tokenizer as Inner

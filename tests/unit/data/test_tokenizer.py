@@ -1,4 +1,4 @@
-"""Tokenizers encode documents the same way in every batch, and text never ends a document."""
+"""Tests that encoding does not depend on the batch, and that text never contains the end token."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""What is generated with a cache is what the model says of the whole sequence."""
+"""Tests that generation with a cache matches the model on the whole sequence."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The mixed-precision questions of the course hand-outs, as facts that are checked."""
+"""Checks the answers to the mixed-precision questions of the course hand-outs."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def test_accumulation(
 
 def test_why_the_float16_sum_is_low_and_the_mixed_sums_are_high() -> None:
     hundredth = torch.tensor(0.01, dtype=torch.float16)
-    # The term itself is already wrong, by representation: a thousand of it make 10.0021.
+    # The term itself has a rounding error: a thousand of it make 10.0021.
     assert hundredth.item() == pytest.approx(0.010002136, abs=1e-9)
     assert 1000 * hundredth.double().item() == pytest.approx(10.0021, abs=1e-4)
     # And in [8, 16) float16 numbers are 2^-7 apart, so each addition there adds 0.0078 instead.
@@ -81,7 +81,7 @@ def test_what_autocast_computes_in_which_format(device: str, low: torch.dtype) -
     assert parameters == {torch.float32}
     assert seen["fc1"] == low
     assert logits.dtype == low
-    # The loss is float32: cross-entropy is on autocast's list of operations that keep range.
+    # The loss is float32: autocast runs cross-entropy in float32 to keep its range.
     assert loss.dtype == torch.float32
     assert {
         parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None

@@ -38,7 +38,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     num_kv_heads = draw(st.integers(1, 3))
     return ModelShape(
         vocab_size=draw(st.integers(1, 50)),
-        # A stream of one or two channels can come so close to zero that the norm magnifies
+        # A stream of one or two channels can be so close to zero that the norm amplifies
         # rounding beyond any tolerance.
         d_model=draw(st.integers(8, 24)),
         d_ff=draw(st.integers(1, 40)),
@@ -214,7 +214,7 @@ def test_a_model_can_be_made_on_meta_and_filled_later(tied: bool) -> None:
     assert torch.equal(model(tokens), direct(tokens))
 
 
-# In a process of its own: the run-time shape checks of this suite cannot be compiled.
+# Runs in a separate process: the run-time shape checks of this suite cannot be compiled.
 COMPILED_BLOCKS = """
 import torch
 from paceline.core import ModelShape

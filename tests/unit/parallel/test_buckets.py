@@ -70,17 +70,17 @@ def _plan_sizes(sizes_mib: list[float], cap_mib: float | None) -> list[list[int]
 @pytest.mark.parametrize(
     ("sizes_mib", "cap_mib", "expected"),
     [
-        # The first and the last bucket are small, and so is what is left in the midst.
+        # The first and the last bucket are small, and so is the remainder in the middle.
         ([0.5] * 12, 2, [[11, 10], [9, 8, 7], [6, 5], [4, 3, 2], [1, 0]]),
-        # The last tensor to become ready is larger than a small bucket: alone.
+        # The last tensor to become ready is larger than a small bucket, so it is alone.
         ([3, 1, 1, 1, 0.5, 0.25], 25, [[5, 4, 3], [2, 1], [0]]),
-        # From both ends sizes grow: enough is 1, 1.5, 2.25, 3.375 and then the cap.
+        # Target sizes grow from both ends: 1, 1.5, 2.25, 3.375 and then the cap.
         (
             [1] * 18,
             4,
             [[17], [16, 15], [14, 13, 12], [11, 10], [9, 8, 7, 6], [5, 4, 3], [2, 1], [0]],
         ),
-        # A tensor over the cap is alone in the midst too.
+        # A tensor over the cap is also alone in the middle.
         ([0.5, 1, 9, 1, 1], 4, [[4, 3], [2], [1, 0]]),
         ([1, 2, 3], None, [[2, 1, 0]]),
         ([1, 2, 3], 0, [[2], [1], [0]]),
@@ -100,7 +100,7 @@ def test_the_edges_hold_a_mebibyte() -> None:
 def test_ten_thousand_tensors_are_planned_at_once() -> None:
     tensors = [TensorSpec(str(i), i * 7919 % 100_000, torch.float32, CPU) for i in range(10_000)]
     durations = []
-    gc.disable()  # What a collection costs depends on what other tests have left behind.
+    gc.disable()  # The cost of garbage collection depends on earlier tests.
     try:
         for _ in range(20):
             started = time.process_time()
@@ -108,7 +108,7 @@ def test_ten_thousand_tensors_are_planned_at_once() -> None:
             durations.append(time.process_time() - started)
     finally:
         gc.enable()
-    # 10 to 30 ms by machine and load; looking at every tensor for every tensor takes seconds.
+    # 10 to 30 ms depending on machine and load; a quadratic algorithm takes seconds.
     assert min(durations) < 0.5
 
 
@@ -161,6 +161,6 @@ def test_a_message_is_as_long_as_its_plan_says(reduction_dtype: torch.dtype | No
         [tensor_spec(*named) for named in zip(names, parameters, strict=True)], None
     )
     message = Bucket(plan, parameters, names, reduction_dtype).pack(set(), RankWeight(1.0))
-    # Behind the gradients, aligned to sixteen bytes, one number per parameter says who had one.
+    # Gradients, aligned to 16 bytes, then one number per parameter: whether it has a gradient.
     assert message.numel() == 36 + 4 + 2
     assert plan.message_bytes(reduction_dtype) == message.nbytes

@@ -1,4 +1,4 @@
-"""Gradients of replicas, added up by a group that only multiplies them."""
+"""Tests of summing replicas' gradients, with a fake group that doubles them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ class _Work:
 
 
 class _Twice:
-    """Two replicas that have computed the same."""
+    """A fake group of two replicas with identical gradients."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []

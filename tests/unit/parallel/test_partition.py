@@ -1,4 +1,4 @@
-"""Every element has exactly one owner, and owners have equally much."""
+"""Tests that every element has exactly one owner, and that shards are balanced."""
 
 import time
 
@@ -56,7 +56,7 @@ def test_the_largest_parameters_are_dealt_out_first() -> None:
     loads = [0, 0]
     plan_shards(_specs(sizes), loads, Partition.PARAMETERS)
     assert loads == [4 * 52, 4 * 52]
-    # A group that comes later goes to the rank that has less.
+    # A later group goes to the rank with the smaller load.
     plan_shards(_specs([(7, 0)]), loads, Partition.PARAMETERS)
     assert loads == [4 * 59, 4 * 52]
     plan_shards(_specs([(3, 0)]), loads, Partition.PARAMETERS)
@@ -64,12 +64,12 @@ def test_the_largest_parameters_are_dealt_out_first() -> None:
 
 
 def test_a_layout_for_many_ranks_takes_no_memory_for_each() -> None:
-    """A trillion elements over 16,384 ranks: what a rank computes does not grow with the ranks."""
+    """Plans 10^12 elements over 16,384 ranks: a rank's work must not grow with the world size."""
     specs = [TensorSpec(str(place), 10**9, torch.float32, CPU) for place in range(1000)]
     began = time.process_time()
     (layout,) = plan_shards(specs, [0] * 16_384, Partition.ELEMENTS)
     pieces = list(layout.slices(9_999))
-    # Milliseconds on an idle machine; something for every rank and tensor takes seconds.
+    # Milliseconds on an idle machine; work for every rank and tensor would take seconds.
     assert time.process_time() - began < 3
     assert isinstance(layout.borders, range)
     assert 1 <= len(pieces) <= 2

@@ -1,9 +1,9 @@
-"""The containers' real code on a simulated device that delays every message as it likes.
+"""Tests the containers' real code on a simulated device that delays messages arbitrarily.
 
-Ten thousand schedules, of which every change runs a quarter: training steps in orders that seeds
-decide. In none of them is memory touched that a message owns, do ranks launch in different orders,
-or do they differ from one process. See `simulation` for how it is done, `test_simulated_device` for
-what it can see.
+Seeds decide the order of events in ten thousand training steps, of which an ordinary run takes an
+eighth or less. In no schedule may a rank touch memory that a message owns, launch messages in
+another order than its peers, or differ from one process. See `simulation` for the method, and
+`test_simulated_device` for the faults that it detects.
 """
 
 import warnings
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Callable[[], Trainee], dict[str, Program], int]] = {
     "sharded in backward": (containers.sharded_in_backward, _WITHOUT_REPEATS | ANY_ORDER, 1500),
     "fully sharded": (containers.fully_sharded, PROGRAMS, 600),
 }
-"""What is trained, with which programs, in how many schedules."""
+"""The container, its programs and the number of schedules of each case."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_gradients_take_two_buckets_and_the_shard(name: str) -> None:
             optimizer = ShardedOptimizer(container.parameters(), torch.optim.SGD)
         container(torch.ones(1, _WIDE)).sum().backward()
         optimizer.zero_grad()
-        # The second pass knows the order of the layers.
+        # From the second pass on, the order of the layers is known.
         loss = container(torch.ones(1, _WIDE)).sum()
         with LiveStorages(at_least=_LAYER_BYTES // 4) as live:
             loss.backward()
@@ -122,8 +122,8 @@ def test_gradients_take_two_buckets_and_the_shard(name: str) -> None:
     with simulated_ranks(2) as (scheduler, device):
         for seed in range(5):
             shard = _NUM_LAYERS * _LAYER_BYTES // 2
-            # And the gradient of one parameter, which autograd has just computed; what is sent is
-            # filled up to 64 bytes.
+            # Plus one parameter's gradient, which autograd has just computed, and padding of
+            # messages to 64 bytes.
             bound = 2 * _LAYER_BYTES + shard + _LAYER_BYTES + 3 * 64
             assert max(scheduler.run(program, seed)) <= bound
             device.reset()

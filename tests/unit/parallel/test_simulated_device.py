@@ -1,6 +1,6 @@
-"""The simulated device itself: every rule that it holds programs to, it must be able to see broken.
+"""Tests that the simulated device detects violations of each of its rules.
 
-First by small programs of one fault each, then by faults put into the real code.
+First with small programs of one fault each, then with faults injected into the real code.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def ranks() -> Iterator[tuple[Scheduler, Device]]:
 
 
 def run(ranks: tuple[Scheduler, Device], program: Callable[[int], Any]) -> list[list[Any]]:
-    """Runs a program under twenty seeds."""
+    """Runs a program with twenty seeds; returns the results of each run."""
     scheduler, device = ranks
     results = []
     for seed in range(20):
@@ -233,7 +233,7 @@ FAULTS: dict[str, tuple[Any, Any]] = {
         lambda: mock.patch.object(base, "plan_buckets", _by_rank(base.plan_buckets)),
     ),
 }
-"""What is trained, and what is wrong with it."""
+"""The container of each case, and the patch that injects the fault."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)

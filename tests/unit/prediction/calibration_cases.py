@@ -1,4 +1,4 @@
-"""A calibration of a machine that does not exist, in round numbers, and records of one."""
+"""A calibration of a fictitious machine, in round numbers, and records of a calibration."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PLACE: dict[str, Any] = {
 ENVIRONMENT = capture_environment()
 
 PRODUCT_S = 2e-11
-"""Per multiplication."""
+"""Seconds per multiplication of a matmul."""
 
 
 def make_calibration(
@@ -31,7 +31,7 @@ def make_calibration(
     lost_s_per_byte: float = 2e-10,
     slowdown: float = 1.5,
 ) -> Calibration:
-    """Returns a calibration whose ranks compute at one rate, whatever the shape."""
+    """Returns a calibration whose ranks compute at one rate for every shape."""
     linear = (512, 512, 512)
     attention = (4, 128, 8, 8, 64)
     fit = CollectiveFit(

@@ -1,4 +1,4 @@
-"""What a backtest learns from cases, and whether its intervals keep their word."""
+"""Tests of backtests: the factors fitted to cases, and the coverage of intervals."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ FACTORS = {"matmul": 1.2, "elementwise": 0.7, "update": 1.5, "contention": 1.0, 
 
 
 def _cases(number: int, noise: float, seed: int = 0) -> list[BacktestCase]:
-    """Returns steps whose terms are off by the factors, measured with noise."""
+    """Returns cases whose predicted terms are wrong by `FACTORS`, measured with noise."""
     rng = np.random.default_rng(seed)
     cases = []
     for _ in range(number):
@@ -45,7 +45,7 @@ def test_without_noise_nothing_is_left() -> None:
 
 
 def test_few_cases_draw_factors_little() -> None:
-    # All cases consist of one term, so nothing is known of the others.
+    # All cases consist of one term, so they carry no information about the others.
     cases = [
         BacktestCase(
             labels={},
@@ -74,7 +74,7 @@ def test_the_interval_is_that_of_cases_predicted_without_themselves() -> None:
         others = fit_correction([*cases[:index], *cases[index + 1 :]])
         predicted = others.apply(case.terms).value
         errors.append(abs(np.log(predicted / case.measured_s)))
-    # Nine in ten of 16, the case to come among them.
+    # The conformal 90% quantile of 15 errors: number ceil(0.9 * 16) = 15.
     assert fit_correction(cases).log_error == pytest.approx(sorted(errors)[14])
 
 
@@ -112,5 +112,5 @@ def test_few_cases_are_predicted_without_intervals(number: int) -> None:
         assert (found.predicted.low, found.is_covered) == (None, None)
     summary = summarize(leave_one_out(cases))
     assert (summary.num_cases, summary.coverage, summary.median_width) == (number, None, None)
-    # With one case more, every case has ten others.
+    # With 11 cases, every case has ten others.
     assert summarize(leave_one_out(_cases(11, noise=0.1))).coverage is not None

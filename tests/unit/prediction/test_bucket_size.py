@@ -1,4 +1,4 @@
-"""What the bucket size that is chosen without contention costs where there is contention."""
+"""Tests the cost, under contention, of a bucket size chosen without contention."""
 
 import dataclasses
 import pathlib
@@ -37,10 +37,10 @@ def test_contention_hardly_changes_the_best_bucket_size() -> None:
                         }
                         for on in (machine, ideal)
                     )
-                    # Of sizes that cost the same, the larger one makes fewer messages.
+                    # Of sizes with equal cost, the largest sends the fewest messages.
                     chosen = min(SIZES_MB, key=lambda size: (ideal_s[size], -size))
                     regrets.append(step_s[chosen] / min(step_s.values()) - 1)
     assert len(regrets) == 24
-    # The docstring of paceline.parallel.ddp.bucket_size quotes both.
+    # The docstring of paceline.parallel.ddp.bucket_size quotes both numbers.
     assert max(regrets) == pytest.approx(0.022, abs=0.0005)
     assert statistics.mean(regrets) == pytest.approx(0.003, abs=0.0005)

@@ -1,4 +1,4 @@
-"""Rates of shapes that were timed and of those between, and calibrations out of records."""
+"""Tests of rates for timed and intermediate shapes, and of calibrations read from records."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_each_topology_has_its_own() -> None:
     assert [entry.topology["link_rate_bits_per_s"] for entry in made] == [None, 1e9]
     assert made[0].world_size == 2
     assert made[0].collective("all_reduce").segments[0].largest_bytes == 10
-    assert made[0].contention("all_reduce").slowdown == 1  # Never faster than alone.
+    assert made[0].contention("all_reduce").slowdown == 1  # Never below 1.
 
 
 def test_models_of_one_place_add_up() -> None:
@@ -102,7 +102,7 @@ def test_the_engine_is_read_where_it_was_timed() -> None:
     [
         ({"num_hosts": 1}, 1),
         ({"num_hosts": 2}, 2),
-        # Hosts of the lab are namespaces of one machine.
+        # Lab hosts are namespaces of one machine.
         ({"num_hosts": 2, LINK_RATE: 1e9}, 1),
     ],
 )

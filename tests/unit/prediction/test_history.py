@@ -1,4 +1,4 @@
-"""What earlier runs teach: factors, differences, intervals, and the store that keeps them."""
+"""Tests of corrections from earlier runs (factors, offsets, intervals) and of their store."""
 
 import dataclasses
 import pathlib
@@ -73,7 +73,7 @@ def test_runs_on_several_ranks_soon_outweigh_those_on_one() -> None:
     history = [*alone, *together]
     assert corrected("step_time_s", 1.0, "a machine", 2, history).value == pytest.approx(1.3)
     assert corrected("step_time_s", 1.0, "a machine", 1, history).value == pytest.approx(0.9)
-    # Until there are some, runs on one rank are better than nothing.
+    # Without runs on several ranks, runs on one rank are used.
     assert corrected("step_time_s", 1.0, "a machine", 2, alone).value == pytest.approx(0.9)
 
 

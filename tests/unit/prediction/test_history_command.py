@@ -1,4 +1,4 @@
-"""``paceline plan backtest`` without files: all that was ever predicted on this machine."""
+"""Tests of ``paceline plan backtest`` without files: all predictions made on this machine."""
 
 import json
 import pathlib

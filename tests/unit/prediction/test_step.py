@@ -1,4 +1,4 @@
-"""The prediction of a step: against arithmetic by hand, and what must hold for any numbers."""
+"""Tests of step predictions: values computed by hand, and properties for any numbers."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def test_computing_is_the_sum_of_its_parts() -> None:
     assert computing.terms()["matmul_s"] == pytest.approx(3 * PRODUCT_S * products)
     scores = 4 * BATCH.tokens_per_pass * 128 * 256
     assert computing.terms()["attention_s"] == pytest.approx(3 * PRODUCT_S * scores)
-    # The head's gradient is complete after the first piece of backward, the embedding's at its end.
+    # The head's gradient is complete after the first part of backward, the embedding's at the end.
     assert computing.completed_after()[-1] == 1
     assert computing.completed_after()[0] == len(computing.backward)
 
@@ -96,7 +96,7 @@ def test_computing_loses_no_more_than_by_waiting(
     messages = gradient_collectives(strategy, parameter_sizes(SHAPE), 2)
     alone = sum(1e-4 + message.num_bytes / bytes_per_s for message in messages)
     if strategy in SHARDED_STATE:
-        # The parameters come back, in as many messages or in one.
+        # Updated parameters are gathered too, in as many messages or in one.
         alone *= 2
     assert terms.contention_s + terms.exposed_s <= alone * (1 + 1e-9)
 
@@ -106,7 +106,7 @@ def test_tied_embeddings_wait_for_both_uses() -> None:
     calibration = make_calibration(bytes_per_s=1e10)
     terms = strategy_step_terms(tied, BATCH, "bucketed", calibration)
     table = 4 * SHAPE.vocab_size * SHAPE.d_model
-    # Their gradient is the last to be complete.
+    # The gradient of tied embeddings is complete last.
     assert terms.exposed_s >= table / 1e10
 
 

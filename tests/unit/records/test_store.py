@@ -46,7 +46,7 @@ def test_a_missing_store_says_what_makes_one(tmp_path: pathlib.Path) -> None:
 def _append_many(path: str, writer: int, count: int) -> None:
     store = RecordStore(path)
     for index in range(count):
-        # Lines longer than a pipe buffer or a page would tear first.
+        # Lines longer than a pipe buffer or a page are the likeliest to be torn.
         store.append(
             make_record(float(index), backend=f"{writer}:" + "x" * random.randint(0, 9000))
         )
@@ -80,7 +80,7 @@ def test_a_writer_waits_until_nobody_else_holds_the_file(tmp_path: pathlib.Path)
     before = store.path.read_bytes()
     writer = threading.Thread(target=store.append, args=(make_record(2.0),))
     with store.path.open("rb") as reader:
-        # A reader's lock, so that a writer that asks for no more than that is found as well.
+        # A shared lock, which also detects a writer that takes only a shared lock.
         fcntl.flock(reader, fcntl.LOCK_SH)
         writer.start()
         writer.join(0.3)
@@ -92,7 +92,7 @@ def test_a_writer_waits_until_nobody_else_holds_the_file(tmp_path: pathlib.Path)
 
 def _append_beyond_the_size_limit(path: str) -> None:
     size = pathlib.Path(path).stat().st_size
-    # The kernel then writes part of the line and refuses the rest, as a full disk does.
+    # The kernel then writes part of the line and rejects the rest, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
     with pytest.raises(RecordError, match=r"records\.jsonl: cannot append.*too large.*--store"):
         RecordStore(path).append(make_record())

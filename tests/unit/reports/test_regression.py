@@ -1,4 +1,4 @@
-"""Two stores, case by case: what is worse, what is noise, and the exit code of the gate."""
+"""Tests of comparing two stores by case: regressions, noise, and the exit code of the gate."""
 
 import json
 import pathlib

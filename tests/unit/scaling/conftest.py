@@ -1,4 +1,4 @@
-"""The courses' runs, where they are at hand, and a surface whose truth is known."""
+"""Fixtures: the courses' runs, if available, and a known loss surface."""
 
 import os
 import pathlib

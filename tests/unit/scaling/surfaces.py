@@ -1,4 +1,4 @@
-"""The surface that made-up runs of the tests lie on."""
+"""The loss surface of synthetic runs in tests."""
 
 from paceline.scaling import LossSurface
 

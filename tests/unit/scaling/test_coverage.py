@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say, and departures are warned of."""
+"""Tests that intervals have their nominal coverage, and that departures cause warnings."""
 
 import time
 
@@ -17,7 +17,7 @@ def test_coverage_of_a_few_sweeps() -> None:
     studied = coverage_study(num_sweeps=40, num_draws=100, noise=0.005, on_progress=seen.append)
     by_method = {coverage.method: coverage for coverage in studied}
     assert set(by_method) == {"parametric", "parabola", "lowest_run"}
-    # Forty sweeps tell a 90% interval from a 60% one, not from an 85% one.
+    # Forty sweeps distinguish a 90% interval from a 60% one, but not from an 85% one.
     assert by_method["parametric"].covered > 0.75
     assert by_method["parametric"].deviation < by_method["lowest_run"].deviation
     assert seen[-1] == 40
@@ -50,7 +50,7 @@ def test_a_departure_that_biases_the_answer_is_warned_of() -> None:
 
 @pytest.mark.slow
 def test_speed(surface: LossSurface) -> None:
-    """Generous bounds on processor time; docs/scaling-laws.md has what was measured."""
+    """Checks generous bounds on CPU time; docs/scaling-laws.md has measured times."""
     sweep = synthetic_sweep(surface, noise=0.005)
     fit_parametric(sweep, np.ones((1, len(sweep))))
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""The surface's optimum against a search, and published coefficients against published answers."""
+"""Tests of the optimum against a search, and of published coefficients and their answers."""
 
 import numpy as np
 import pytest
@@ -48,10 +48,8 @@ def test_published_coefficients_give_the_published_ratios() -> None:
         for surface in (HOFFMANN, HOFFMANN_ROUNDED, EPOCH)
     ]
     assert ratios[0] == pytest.approx(58.9, abs=0.1)
-    assert (
-        17 < ratios[2] < 20
-    )  # What the replication reports, and what Chinchilla was trained with.
-    # Two printed digits of the exponents move the answer by more than half.
+    assert 17 < ratios[2] < 20  # As the replication reports, and as Chinchilla was trained.
+    # Rounding the exponents to two printed digits changes the answer by more than half.
     assert ratios[1] / ratios[0] > 1.5
 
 

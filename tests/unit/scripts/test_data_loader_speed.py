@@ -1,4 +1,4 @@
-"""The comparison of loaders, on a few small shards."""
+"""Tests of the comparison of data loaders, on a few small shards."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""What the docs say of calibrations that were repeated."""
+"""Tests of the docs' table of repeated calibrations."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The study of very many ranks, on a model of a few layers."""
+"""Tests of the study of very many ranks, on a model of a few layers."""
 
 import pytest
 import scale_study

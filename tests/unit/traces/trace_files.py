@@ -1,4 +1,4 @@
-"""Small traces for tests, as torch writes them."""
+"""Small traces for tests, in torch's format."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Span(msgspec.Struct, frozen=True):
-    """An event, in microseconds."""
+    """A trace event; times are in microseconds."""
 
     category: str
     name: str
@@ -20,7 +20,7 @@ class Span(msgspec.Struct, frozen=True):
     input_dims: tuple[tuple[int, ...], ...] = ()
 
     def as_event(self) -> dict[str, Any]:
-        """Returns the event as it stands in a trace."""
+        """Returns the event in the JSON form of a trace."""
         event: dict[str, Any] = {
             "ph": "X",
             "cat": self.category,
@@ -36,7 +36,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 def rank_name(process: int, rank: int) -> dict[str, Any]:
-    """Returns the event that says whose a process is."""
+    """Returns the event that assigns a process to a rank."""
     return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"rank {rank}"}}
 
 

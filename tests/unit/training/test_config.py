@@ -1,4 +1,4 @@
-"""What contradicts itself in a config is refused by name, before anything is built."""
+"""Tests that contradictions in a config are named before anything is built."""
 
 import json
 import pathlib
@@ -84,3 +84,9 @@ def test_runs_with_other_seeds_are_evaluated_on_the_same_text() -> None:
     one, other = (decode_config(RUN, [f"training.seed={seed}"]) for seed in (1, 2))
     assert one.loader("train").seed != other.loader("train").seed
     assert one.loader("heldout") == other.loader("heldout")
+
+
+def test_the_cache_of_shards_is_set_in_the_config() -> None:
+    changes = ["data.cache_directory='/cache'", "data.cache_bytes=1000000"]
+    loader = decode_config(RUN, changes).loader()
+    assert (loader.cache_directory, loader.cache_bytes) == ("/cache", 1_000_000)

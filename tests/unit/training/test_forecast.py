@@ -44,7 +44,7 @@ def test_what_is_kept_in_memory_is_said() -> None:
     checkpoint = CheckpointConfig(memory_every_steps=5)
     kept = dataclasses.replace(config, checkpoint=checkpoint)
     predicted = forecast(kept, world_size=2)
-    part = 12 * predicted.num_parameters / 2  # float32 weights and both moments, halved.
-    # Its part, and that of another rank; both twice during a save, and the copy of its part.
+    part = 12 * predicted.num_parameters / 2  # float32 weights and both moments, over two ranks.
+    # Its own shard and another rank's replica, both twice during a save, and the staging copy.
     assert predicted.kept_in_memory_bytes == pytest.approx(5 * part, rel=1e-3)
     assert forecast(kept, world_size=1).kept_in_memory_bytes == pytest.approx(6 * part, rel=1e-3)

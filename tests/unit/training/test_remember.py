@@ -1,4 +1,4 @@
-"""A finished run is remembered with what was predicted of it, and corrects the next."""
+"""Tests that a finished run is stored with its predictions and corrects the next."""
 
 import pathlib
 import shutil

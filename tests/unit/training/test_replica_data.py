@@ -1,4 +1,4 @@
-"""The samples of replicas that come and go: each exactly once, whoever takes part."""
+"""Tests that each sample is read exactly once while replicas leave and join."""
 
 import dataclasses
 import itertools
@@ -25,13 +25,13 @@ def _config(place: pathlib.Path, batch: str) -> RunConfig:
 def _rows(
     config: RunConfig, live: list[int], *, fails: frozenset[int] = frozenset()
 ) -> list[bytes]:
-    """Returns the sequences of committed steps; each has as many replicas as `live` says."""
+    """Returns the sequences of committed steps, with the numbers of replicas in `live`."""
     position = None
     found = []
     for number, replicas in enumerate(live):
         of_step = []
         for rank in range(replicas):
-            # Every step with new processes: what they know is the position alone.
+            # Each step uses new processes, which receive only the position.
             with ReplicaData(config, 3, CPU) as data:
                 if position is not None:
                     data.load_state_dict(position)

@@ -1,4 +1,4 @@
-"""Replicas that fail: started again as long as they train between failures, else given up."""
+"""Tests that failing replicas restart as long as they train between failures, else stop."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""What a run does when it is asked to stop, wherever it is at that moment."""
+"""Tests of stop requests to a run, at any moment."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from paceline.training.signals import StopRequest
 
-# Blocks in C without the interpreter's lock, and without looking at signals, as a collective does.
+# Blocks in C without the GIL and without handling signals, as a collective does.
 _DEAF = """
 import ctypes, os, sys
 from paceline.training.signals import StopRequest
@@ -42,7 +42,7 @@ def test_the_first_signal_sets_a_flag(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest(60) as stop:
         assert stop.received is None
-        # What a launcher passes on comes twice, and counts once.
+        # A signal that a launcher forwards arrives twice, and counts once.
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         deadline = time.monotonic() + 30

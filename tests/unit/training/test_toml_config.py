@@ -1,4 +1,4 @@
-"""One definition makes TOML, changes and the template; what it does not know is refused by name."""
+"""Tests of TOML configs, overrides and the template, and of the naming of unknown keys."""
 
 import pathlib
 
@@ -30,7 +30,7 @@ def test_the_template_explains_every_key() -> None:
             assert lines[number - 1].startswith("# "), line
     text = "\n".join(lines)
     assert "# Global batch size: sequences per step, over all ranks.\nbatch_size = 16" in text
-    assert "# vocab_size =" in text  # Left to the preset, and said.
+    assert "# vocab_size =" in text  # Left to the preset, and shown as such.
 
 
 def test_changes_are_values_or_words() -> None:

@@ -22,7 +22,7 @@ def _measured(layout: str, outcome: str = "ok", **changes: object) -> Record:
 
 
 def _calibration() -> list[Record]:
-    # A layer and an attention that are near those of the model.
+    # A linear layer and an attention with shapes close to the model's.
     heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
     return [
         *(each for each in make_records() if each.case["quantity"] not in ("linear", "attention")),

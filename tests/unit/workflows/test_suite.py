@@ -1,4 +1,4 @@
-"""The suite: what is missing is run, failures are entries, and nothing is run twice."""
+"""Tests of the suite: it runs missing cases, records failures, and runs nothing twice."""
 
 import dataclasses
 import os
@@ -17,7 +17,7 @@ from paceline.workflows.cases import SuiteCase
 from paceline.workflows.suite import Suite
 from tests.unit.record_factory import step_record
 
-# Stands in for paceline: leaves a record, or does what its model's name says.
+# Stands in for paceline: writes a record, or behaves as its model's name says.
 PROGRAM = """
 import os, sys, time
 import msgspec
@@ -71,7 +71,7 @@ def case(model: str, seconds: float = 1.0, **options: object) -> SuiteCase:
 
 
 class FakeCommands(Suite):
-    """A suite whose commands take no time."""
+    """A suite whose commands run `PROGRAM`, which takes no time."""
 
     def _command_line(self, case: SuiteCase, directory: pathlib.Path) -> list[str]:
         store = self.store.path if case.records_in == "store" else directory / "records.jsonl"

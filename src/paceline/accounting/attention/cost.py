@@ -1,33 +1,34 @@
-"""Attention on its own, one head per sequence: its FLOPs, and its memory.
+"""FLOPs and memory of attention by itself, with one head per sequence.
 
-B sequences of N tokens and heads of width D; a *vector* is B N D numbers in the dtype of the
-inputs, and a is what a sum takes: four bytes, or eight for inputs in float64.
+There are B sequences of N tokens, and heads of width D. A *vector* is B N D numbers in the dtype of
+the inputs. a is the size of an accumulator: four bytes, or eight for float64 inputs.
 
-FLOPs. Forward multiplies twice, queries with keys and probabilities with values, 2 D operations
-for every query and key that meet: 4 B N² D, and with a causal mask N (N + 1) / 2 pairs instead of
-N². Backward multiplies five times, once to get the scores back: 2.5 times that. Every
-implementation is credited with these, whatever it does: one that stores its scores does not
-recompute them, and one that masks them computes those that it hides.
+FLOPs. Forward has two matmuls, queries by keys and probabilities by values, with 2 D operations per
+visible pair of query and key: 4 B N² D in total. With a causal mask, N (N + 1) / 2 pairs replace
+N². Backward has five matmuls, one of which recomputes the scores: 2.5 times as much. Every
+implementation is credited with these FLOPs, regardless of what it executes: one that stores its
+scores does not recompute them, and one that masks scores also computes the hidden ones.
 
-Saved for backward. Naive attention keeps query, key, value and the B N² probabilities, in dtypes
-below float32 once as softmax made them and once as they are multiplied, and with a causal mask its
-N² flags. The others keep query, key, value, output, and one number of a bytes per query:
+Saved for backward. Naive attention saves query, key, value and the B N² probabilities. Below
+float32 it saves the probabilities twice: as softmax returns them, and cast for the matmul. With a
+causal mask it also saves N² flags. The others save query, key, value, output, and one number of a
+bytes per query:
 
     naive     3 vectors + B N² a  (+ B N² numbers)  (+ N² bytes)
     others    4 vectors + B N a
 
-The peak of tiled attention, forward and backward, for contiguous inputs. The three inputs, the
-output's gradient, the output and three gradients are 8 vectors. Backward computes H = min(8, B)
-sequences at a time, R = min(256, N) queries by S = min(N, 2²⁰ / 256 H) keys, and needs two tiles of
-H R S numbers. Beside them lie T = H R D numbers for every copy of a tile's queries and H R for
-every number per query, of this tile and the last:
+Peak of tiled attention, forward and backward, for contiguous inputs. The three inputs, the output's
+gradient, the output and three gradients are 8 vectors. Backward computes H = min(8, B) sequences at
+a time, R = min(256, N) queries by S = min(N, 2²⁰ / 256 H) keys, and needs two tiles of H R S
+numbers. In addition there are T = H R D numbers for every copy of a tile's queries and H R for
+every number per query, of the current tile and the previous one:
 
     float32   8 vectors + B N a + 2 H R S a + max(3 T + 3 H R, 2 T + 2 H R + mask / a) a + a
     lower     the same with max(5 T + 2 H R + 3, 3 T + 2 H R + mask / a), and keys, values and the
               sums of their gradients in float32: 4 H N D a more
 
-The mask of a causal tile is R (R - 1) bytes. From two tiles of queries, 512 tokens, on, this is
-exact to the byte; shorter sequences take up to one T and one H R less. Tests count both.
+The mask of a causal tile is R (R - 1) bytes. With two or more tiles of queries (512 tokens), this
+is exact to the byte; shorter sequences take up to one T and one H R less. Tests check both.
 """
 
 import dataclasses
@@ -35,17 +36,17 @@ import dataclasses
 from paceline.core.specs import AttentionKind, BatchShape
 
 _FLOAT32_BYTES = 4
-# The tiles of `paceline.kernels.attention.tiled`, which this room may not import.
+# The tile sizes of `paceline.kernels.attention.tiled`, which this package must not import.
 _TILE_HEADS = 8
 _TILE_QUERIES = 256
 _TILE_SCORES = 2**20
-# The scale, which torch makes a number of each of two formats while it multiplies.
+# torch holds the scale as scalars of two dtypes (8 + 4 bytes) while it multiplies.
 _SCALE_BYTES = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionFlops:
-    """Operations of both passes."""
+    """FLOPs of both passes."""
 
     forward: int
     """FLOPs of the two matmuls of forward."""
@@ -54,20 +55,20 @@ class AttentionFlops:
 
     @property
     def total(self) -> int:
-        """Operations of one forward and one backward pass."""
+        """FLOPs of one forward and one backward pass."""
         return self.forward + self.backward
 
 
 def visible_pairs(length: int, *, causal: bool) -> int:
-    """Returns how many pairs of a query and a key see each other."""
+    """Returns the number of visible query-key pairs."""
     return length * (length + 1) // 2 if causal else length**2
 
 
 def attention_flops(batch: BatchShape, head_dim: int, *, causal: bool) -> AttentionFlops:
-    """Counts the matmul FLOPs of the pairs that see each other, scores recomputed in backward.
+    """Counts the matmul FLOPs of the visible pairs, including the recomputed scores of backward.
 
     Args:
-        batch: Sequences of a pass, and their length.
+        batch: Sequences per pass, and their length.
         head_dim: Width of a head.
         causal: Whether a query sees only the keys up to its own position.
     """
@@ -84,14 +85,14 @@ def attention_saved_bytes(
     *,
     causal: bool,
 ) -> int:
-    """Returns what autograd keeps from forward to backward, inputs included; not compiled.
+    """Returns the bytes that autograd saves for backward in eager mode, inputs included.
 
     Args:
-        implementation: naive, which stores all scores, or one that does not.
-        batch: Sequences of a pass, and their length.
+        implementation: naive stores all scores; the others do not.
+        batch: Sequences per pass, and their length.
         head_dim: Width of a head.
-        element_bytes: Bytes of one number.
-        causal: Whether a mask is kept beside stored scores.
+        element_bytes: Bytes per input element.
+        causal: Whether a mask is saved with the stored scores.
     """
     vector = batch.tokens_per_pass * head_dim * element_bytes
     sum_bytes = _sum_bytes(element_bytes)
@@ -106,10 +107,10 @@ def attention_saved_bytes(
 def tiled_attention_peak_bytes(
     batch: BatchShape, head_dim: int, element_bytes: int, *, causal: bool
 ) -> int:
-    """Returns the most that one forward and backward pass of tiles holds, inputs included.
+    """Returns the peak bytes of a forward and backward pass of tiled attention, inputs included.
 
-    `batch`, `head_dim` and `element_bytes` are those of `attention_saved_bytes`; where `causal`,
-    tiles above the diagonal are left out.
+    `batch`, `head_dim` and `element_bytes` are those of `attention_saved_bytes`. With `causal`,
+    tiles above the diagonal are skipped.
     """
     sum_bytes = _sum_bytes(element_bytes)
     num_together = min(batch.num_sequences, _TILE_HEADS)
@@ -128,7 +129,7 @@ def tiled_attention_peak_bytes(
             5 * queries + 2 * per_query + _SCALE_BYTES, 3 * queries + 2 * per_query + mask
         )
     ends = _ends_bytes(batch, head_dim, element_bytes)
-    # The gradient of the logarithms, which there is none of, is one zero.
+    # The missing gradient of the log-sum-exp is one zero, expanded.
     return ends + 2 * scores + of_queries + copies + sum_bytes
 
 
@@ -140,13 +141,13 @@ def minimum_attention_bytes(
     *,
     compiled: bool,
 ) -> int:
-    """Returns what both passes need at the very least.
+    """Returns a lower bound for the peak bytes of both passes.
 
-    Where scores are stored, the probabilities, their gradient and that of the scores exist
-    together in backward, beside query, key, value, output, its gradient and the first input's. A
-    compiled backward may write the scores' gradient over that of the probabilities. Where they
-    are not, inputs, output and the gradients of all four are there in the end, and one number per
-    query.
+    If scores are stored, backward holds the probabilities, their gradient and the gradient of the
+    scores at the same time, together with query, key, value, output, the output's gradient and the
+    first input's gradient. A compiled backward may overwrite the gradient of the probabilities with
+    that of the scores. If scores are not stored, inputs, output, the gradients of all four and one
+    number per query exist at the end.
 
     `implementation`, `batch`, `head_dim` and `element_bytes` are those of `attention_saved_bytes`;
     `compiled` says whether torch.compile may reuse memory in backward.
@@ -159,7 +160,7 @@ def minimum_attention_bytes(
 
 
 def _ends_bytes(batch: BatchShape, head_dim: int, element_bytes: int) -> int:
-    """Returns what goes into both passes and comes out of them."""
+    """Returns the bytes of the inputs and results of both passes."""
     vectors = 8 * batch.tokens_per_pass * head_dim * element_bytes
     return vectors + batch.tokens_per_pass * _sum_bytes(element_bytes)
 

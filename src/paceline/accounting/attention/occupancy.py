@@ -1,12 +1,12 @@
-"""What a multiprocessor offers a kernel, and how many of its blocks run there at once.
+"""Multiprocessor resources, and the number of a kernel's blocks that run on one at a time.
 
-The figures are those of NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per
-Compute Capability", and of AMD's CDNA3 Instruction Set Architecture reference guide. An
-architecture that is not here is an error, never a guess.
+The figures come from NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per
+Compute Capability", and from AMD's CDNA3 Instruction Set Architecture reference guide. An unknown
+architecture is an error, never a guess.
 
-Blocks run side by side until registers, shared memory or places for warps are used up. Registers
-are given out to whole warps in portions, and NVIDIA's driver takes a little shared memory for
-itself with every block.
+Blocks run concurrently until registers, shared memory or warp slots are used up. Registers are
+allocated to whole warps in fixed portions. NVIDIA's driver reserves some shared memory for every
+block.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ class Multiprocessor:
     """The resources of one multiprocessor (NVIDIA) or compute unit (AMD)."""
 
     device: str
-    """A device of the hardware table that has it."""
+    """A device in the hardware table that has this multiprocessor."""
     max_warps: int
     max_blocks: int
     shared_bytes: int
-    # What all of NVIDIA's generations have in common.
+    # The defaults are common to all NVIDIA generations.
     warp_size: int = 32
-    """Threads that run in step: a warp, or wavefront."""
+    """Threads that run in lockstep: a warp (NVIDIA) or wavefront (AMD)."""
     registers: int = 65536
-    """Of 32 bits, for all threads together."""
+    """Number of 32-bit registers, shared by all threads."""
     registers_per_portion: int = 256
-    """Registers are given to a warp in multiples of this."""
+    """Registers are allocated to a warp in multiples of this."""
     reserved_bytes_per_block: int = KIB
 
 
@@ -66,9 +66,9 @@ def find_multiprocessor(architecture: str) -> Multiprocessor:
 def blocks_at_once(
     multiprocessor: Multiprocessor, *, registers: int, shared_bytes: int, num_warps: int
 ) -> int:
-    """Returns how many blocks of a kernel one multiprocessor runs side by side; 0: it cannot.
+    """Returns how many blocks of a kernel one multiprocessor runs at a time; 0 if none fit.
 
-    A thread takes `registers`, a block `shared_bytes` and `num_warps`.
+    Each thread takes `registers`; each block takes `shared_bytes` and `num_warps`.
     """
     portion = multiprocessor.registers_per_portion
     registers_per_warp = -(-registers * multiprocessor.warp_size // portion) * portion
@@ -84,7 +84,7 @@ def blocks_at_once(
 def occupancy(
     multiprocessor: Multiprocessor, *, registers: int, shared_bytes: int, num_warps: int
 ) -> float:
-    """Returns the share of the places for warps that a kernel's blocks fill."""
+    """Returns the fraction of warp slots that a kernel's blocks fill."""
     num_blocks = blocks_at_once(
         multiprocessor, registers=registers, shared_bytes=shared_bytes, num_warps=num_warps
     )

@@ -1,14 +1,14 @@
-"""How many FLOPs an attention kernel needs, and how many bytes it moves, at best and at worst.
+"""FLOPs of attention kernels, and bounds on the bytes that they move.
 
-Per visible pair of a query and a key, each matmul costs 2 d FLOPs, d being the width of the head:
-forward has two (scores, output), the kernel of keys and values four (scores, dV, dP, dK), the
-kernel of queries three (scores, dP, dQ). Backward is thus 3.5 times forward, where a kernel that
-adds up dQ with atomics needs 2.5: that is the price of gradients that are the same in every run.
+Each matmul costs 2 d FLOPs per visible query-key pair, where d is the head width. Forward has two
+(scores, output), the key-value gradient kernel four (scores, dV, dP, dK), the query gradient kernel
+three (scores, dP, dQ). Backward thus costs 3.5 times forward; a kernel that accumulates dQ with
+atomics costs 2.5 times. The difference is the price of gradients that are identical in every run.
 
-At best every tensor crosses the memory's edge once, because the cache holds what several programs
-read. At worst no program finds anything in the cache: a kernel that owns tiles of queries reads
-keys and values anew for each of them, and the other way round. What a device really reaches lies
-between, and below both where it is bound by something else: this is a ceiling, not a forecast.
+At best, every tensor moves between memory and chip once, because the cache serves all programs that
+share data. At worst, every read misses the cache: a kernel that owns tiles of queries rereads keys
+and values for each tile, and vice versa. Actual performance lies between the two, or below both if
+something else is the bottleneck: this is a ceiling, not a prediction.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from paceline.accounting.attention.cost import visible_pairs
 AttentionKernel = Literal["forward", "delta", "key_value_gradient", "query_gradient"]
 
 _FLOAT32_BYTES = 4
-# Its matmuls, and what crosses the memory's edge at best: tensors, and numbers per query.
+# Number of matmuls, and least memory traffic: tensors, and numbers per query.
 _KERNELS: dict[AttentionKernel, tuple[int, int, int]] = {
     "forward": (2, 4, 1),
     "delta": (0, 2, 1),
@@ -30,7 +30,7 @@ _KERNELS: dict[AttentionKernel, tuple[int, int, int]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelWork:
-    """What one kernel computes and moves for one head."""
+    """FLOPs and memory traffic of one kernel for one head."""
 
     flops: float
     best_bytes: float
@@ -38,12 +38,12 @@ class KernelWork:
 
     @property
     def best_intensity(self) -> float:
-        """FLOPs per byte where every byte is moved once."""
+        """FLOPs per byte if every byte moves once."""
         return self.flops / self.best_bytes
 
     @property
     def worst_intensity(self) -> float:
-        """FLOPs per byte where nothing is found in the cache."""
+        """FLOPs per byte if every read misses the cache."""
         return self.flops / self.worst_bytes
 
 
@@ -57,10 +57,10 @@ def kernel_work(
     block_queries: int,
     block_keys: int,
 ) -> KernelWork:
-    """Returns the work of one kernel over one head of as many queries as keys."""
+    """Returns the work of one kernel for one head with `length` queries and `length` keys."""
     num_matmuls, num_tensors, num_numbers = _KERNELS[kernel]
     row = head_dim * element_bytes
-    # Rows of the other side that all programs together read, tile by tile.
+    # Rows that all programs together read of the side that they iterate over.
     keys_read = queries_read = 0
     for begin in range(0, length, block_queries):
         keys_read += min(begin + block_queries, length) if causal else length

@@ -1,1 +1,1 @@
-"""Buckets, the cost of collectives, and how much of it backward hides."""
+"""Gradient buckets, the cost of collectives, and its overlap with backward."""

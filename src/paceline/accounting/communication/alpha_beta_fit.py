@@ -1,11 +1,11 @@
-"""A latency and a bandwidth from measured collectives, piecewise in the size.
+"""Fits latency and bandwidth to measured collectives, piecewise by size.
 
-One line through all sizes is not enough: libraries change their algorithm with the size, and
-caches end. The sizes are cut into up to three runs, each with its own t = latency + S/bandwidth,
-fitted in relative error, so that a kilobyte counts as much as a gigabyte. A run has at least three
-sizes, so that fewer than six are never cut, and a cut must earn its parameters (Bayesian
-information criterion, with a floor below which errors are noise). Intervals
-come from a bootstrap over the repetitions of each size.
+One line through all sizes is not enough: libraries switch algorithms with the size, and large
+messages do not fit into caches. The sizes are split into up to three segments, each with its own
+t = latency + S/bandwidth. The fit minimizes relative error, so that a kilobyte counts as much as a
+gigabyte. After a split every segment has at least three sizes, so fewer than six sizes are never
+split. A split must also justify its extra parameters (Bayesian information criterion, with a floor
+below which errors are noise). Intervals come from a bootstrap over the repetitions of each size.
 """
 
 import dataclasses
@@ -25,34 +25,34 @@ _MAX_SEGMENTS = 3
 _SIZES_PER_SEGMENT = 2
 _NOISE_FLOOR = 0.02
 _BOOTSTRAP_DRAWS = 1000
-# Hundreds of milliseconds for no bytes: a communicator was being set up, not used.
+# A latency above this means that the set-up of the communicator was timed.
 _SETUP_LATENCY_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A run of sizes with one latency and one bandwidth."""
+    """A range of sizes with one latency and one bandwidth."""
 
     smallest_bytes: float
     largest_bytes: float
     latency_s: Estimate
     bytes_per_s: Estimate | None
-    """Algorithm bandwidth; None where the time does not grow with the size."""
+    """Algorithm bandwidth; None if the time does not grow with the size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveFit:
-    """Segments in order of size."""
+    """A piecewise fit: segments in order of size."""
 
     segments: tuple[Segment, ...]
     max_relative_error: float
     """Largest error over the measured sizes."""
 
     def time_s(self, size_bytes: float) -> float:
-        """Predicts the seconds for a size, by the segment that it falls in or is nearest to."""
+        """Predicts the seconds for a size, from the segment that contains it or is nearest."""
         chosen = self.segments[0]
         for left, right in itertools.pairwise(self.segments):
-            # Between two segments, the geometric middle is the border.
+            # The border between two segments is the geometric mean of the adjacent sizes.
             if size_bytes > np.sqrt(left.largest_bytes * right.smallest_bytes):
                 chosen = right
         if chosen.bytes_per_s is None:
@@ -61,7 +61,7 @@ class CollectiveFit:
 
 
 def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
-    """Fits the seconds of repetitions by size in bytes."""
+    """Fits the seconds of repeated calls, given by size in bytes."""
     if len(samples) < _SIZES_PER_SEGMENT:
         raise UsageError("a fit of latency and bandwidth needs at least two sizes")
     sizes = np.array(sorted(samples), dtype=np.float64)
@@ -75,7 +75,7 @@ def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
         latencies, inverses = _fit_line(sizes[part], draws[:, part])
         grows = inverse > 0 and bool((inverses > 0).all())
         if not grows:
-            # What is left without a slope must not keep the latency of a line that had one.
+            # The latency of a line with a slope is wrong without the slope: fit a constant.
             inverse = 0.0
             latency = float(_fit_constant(times[None, part])[0])
             latencies = _fit_constant(draws[:, part])
@@ -96,7 +96,7 @@ def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
 def find_warnings(
     fit: CollectiveFit, *, bus_bytes_per_s: float, line_bytes_per_s: float | None
 ) -> list[Finding]:
-    """Names what cannot be true of a measured collective."""
+    """Returns warnings about implausible measurements of a collective."""
     warnings = []
 
     def warn(name: str, message: str, remedy: str = "use larger sizes") -> None:
@@ -124,7 +124,7 @@ def _possible_cuts(num_sizes: int) -> list[tuple[int, ...]]:
     for num_cuts in range(_MAX_SEGMENTS):
         for cuts in itertools.combinations(range(1, num_sizes), num_cuts):
             lengths = np.diff([0, *cuts, num_sizes])
-            # Two points always lie on a line, so a cut must leave one to judge it by.
+            # Two points always fit a line, so each segment needs a third to judge a split.
             if num_cuts == 0 or lengths.min() > _SIZES_PER_SEGMENT:
                 possible.append(cuts)
     return possible
@@ -145,7 +145,7 @@ def _criterion(sizes: Array, times: Array, cuts: tuple[int, ...]) -> float:
 
 
 def _fit_line(sizes: Array, times: Array) -> tuple[Array, Array]:
-    """Fits latency and seconds per byte, not negative, to each row of times."""
+    """Fits non-negative latency and seconds per byte to each row of times."""
     weights = 1 / times
     slopes = sizes / times
     ww, ws, ss = (weights**2).sum(1), (weights * slopes).sum(1), (slopes**2).sum(1)
@@ -154,14 +154,14 @@ def _fit_line(sizes: Array, times: Array) -> tuple[Array, Array]:
     safe = np.where(determinant > 0, determinant, 1.0)
     latency = np.where(determinant > 0, (ss * w - ws * s) / safe, 0.0)
     inverse = np.where(determinant > 0, (ww * s - ws * w) / safe, s / ss)
-    # Where the unconstrained line leaves the quadrant, the best one lies on its border.
+    # If the unconstrained fit has a negative parameter, that parameter is zero in the best one.
     inverse = np.where(latency < 0, s / ss, inverse)
     latency = np.where(inverse <= 0, _fit_constant(times), np.maximum(latency, 0.0))
     return latency, np.maximum(inverse, 0.0)
 
 
 def _fit_constant(times: Array) -> Array:
-    """Fits one time, whatever the size, to each row of times."""
+    """Fits one time, independent of the size, to each row of times."""
     weights = 1 / times
     return np.asarray(weights.sum(1) / (weights**2).sum(1))
 

@@ -1,15 +1,14 @@
-"""How gradients are divided into buckets: by our containers, and by torch's.
+"""Division of gradients into buckets, as our containers and torch's do it.
 
-Sizes are given in the order in which backward reaches the tensors, the last layers' first. Ours: a
-tensor larger than the cap has a bucket of its own; the first and the last buckets are small, and
-sizes grow by half from there up to the cap. At the beginning, so that communication starts early;
-towards the end, so that each bucket has gone when the next is ready, and only the last, which can
-start no sooner than backward ends, is left to wait for. With that growth each bucket has gone in
-time where backward takes at least 1.5 times as long as communication.
+Sizes are given in backward order, the last layers first. In our containers, a tensor larger than
+the cap gets its own bucket. The first and the last buckets are small; from both ends, sizes grow by
+a factor of 1.5 up to the cap. Small buckets at the beginning start communication early. Shrinking
+buckets towards the end let each transfer finish before the next bucket is ready, so that only the
+last one, which cannot start before backward ends, is exposed. With this growth, each transfer
+finishes in time if backward takes at least 1.5 times as long as communication.
 
-torch's DistributedDataParallel ends a bucket when it holds as much as the cap, so that it may be
-larger by its last tensor. Only where no cap is given, it takes 25 MiB and ends the first bucket
-at one.
+torch's DistributedDataParallel closes a bucket once it reaches the cap, so a bucket may exceed the
+cap by its last tensor. If no cap is given, the cap is 25 MiB, and 1 MiB for the first bucket.
 """
 
 import heapq
@@ -21,10 +20,10 @@ from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import MIB
 
 EDGE_BYTES = MIB
-"""With so much, the first and the last bucket of ours are full."""
+"""Size at which our first and last buckets are full."""
 
 GROUP_BYTES = MIB
-"""Gradients move into a bucket of ours together when they are so large, or its last ones."""
+"""Gradients are copied into our buckets in groups of at least this size, except the last."""
 
 _TORCH_FIRST_BYTES = MIB
 _GROWTH = 1.5
@@ -34,22 +33,22 @@ Tensor = TypeVar("Tensor")
 
 
 def aligned(num_elements: int, element_bytes: int) -> int:
-    """Rounds up to what may be followed by another tensor."""
+    """Rounds up so that the next tensor starts aligned."""
     alignment = _ALIGNMENT_BYTES // element_bytes
     return -(-num_elements // alignment) * alignment
 
 
 def equal_share(num_elements: int, num_ranks: int, element_bytes: int) -> int:
-    """Returns the elements of each rank's shard, padded so that each begins aligned."""
+    """Returns the elements of each rank's shard, padded so that every shard starts aligned."""
     return aligned(-(-num_elements // num_ranks), element_bytes)
 
 
 def divide_into_buckets(
     tensors: Sequence[Tensor], sizes: Sequence[int], cap_bytes: float | None
 ) -> list[Sequence[Tensor]]:
-    """Divides tensors of these bytes into our buckets, in the order of their launch.
+    """Divides tensors with these `sizes` in bytes into our buckets, in launch order.
 
-    Without a cap there is one bucket; a cap of zero makes one per tensor.
+    Without a cap there is one bucket; with a cap of zero there is one per tensor.
     """
     if cap_bytes is None:
         return [tensors]
@@ -61,7 +60,7 @@ def divide_into_buckets(
 def divide_as_torch(
     tensors: Sequence[Tensor], sizes: Sequence[int], cap_bytes: float | None
 ) -> list[Sequence[Tensor]]:
-    """Divides tensors of these bytes into the buckets of torch's DistributedDataParallel."""
+    """Divides tensors with these `sizes` in bytes into buckets as DistributedDataParallel does."""
     enough: float = _TORCH_FIRST_BYTES if cap_bytes is None else cap_bytes
     lengths: list[int] = []
     length = num_bytes = 0
@@ -81,10 +80,10 @@ def _cut(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Sequence[Ten
 
 
 def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = False) -> list[int]:
-    """Returns the lengths of groups that are full with half as much again as the one before.
+    """Returns the lengths of groups whose target size grows by `_GROWTH` up to the cap.
 
-    None holds more than the cap, unless it holds a single tensor. With `stop_at_cap`, what would
-    come after the groups that are smaller than the cap is left.
+    No group exceeds the cap, unless it holds a single tensor. With `stop_at_cap`, filling stops
+    once the target size reaches the cap, and the remaining tensors are left out.
     """
     lengths: list[int] = []
     enough = min(EDGE_BYTES, cap_bytes)
@@ -103,9 +102,9 @@ def _fill_groups(sizes: Sequence[int], cap_bytes: float, *, stop_at_cap: bool = 
 
 
 def assign_largest_first(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Returns the rank that gets each size; of ranks that have equally much, the first.
+    """Returns the rank assigned to each size: largest first, each to the least loaded rank.
 
-    `loads` is what each rank has so far; what it gets is added.
+    Ties go to the lowest rank. `loads` holds the load of each rank and is updated in place.
     """
     lightest = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(lightest)

@@ -1,8 +1,8 @@
-"""What collectives cost: formulas, the conventions of nccl-tests, and a fit to measurements.
+"""Cost formulas of collectives, in the conventions of nccl-tests.
 
 p ranks exchange S bytes over links that carry W bytes per second in each direction, with a
-latency alpha per hop. S is counted as nccl-tests does: the whole result of an all-gather, the
-whole input of a reduce-scatter, one rank's buffer otherwise. All cost functions take arrays.
+latency alpha per hop. S is counted as in nccl-tests: the whole result of an all-gather, the
+whole input of a reduce-scatter, one rank's buffer otherwise. All functions accept arrays.
 
     ring all-reduce                 2(p-1) alpha + 2(p-1)/p S/W
     ring all-gather, reduce-scatter  (p-1) alpha +  (p-1)/p S/W
@@ -12,7 +12,7 @@ whole input of a reduce-scatter, one rank's buffer otherwise. All cost functions
     double tree all-reduce    2 ceil(log2 p) alpha +       2 S/W
 
 The algorithm bandwidth is S/t. The bus bandwidth multiplies it by the share of S that each link
-must carry, so that a perfect collective shows W whatever p is.
+must carry, so that a perfect collective reaches W for every p.
 """
 
 from typing import Any, TypeAlias
@@ -26,7 +26,7 @@ Numbers: TypeAlias = "npt.NDArray[np.float64] | npt.NDArray[np.int64] | float | 
 
 
 def bus_factor(operation: Operation, world_size: Numbers) -> Any:
-    """Returns bus bandwidth over algorithm bandwidth."""
+    """Returns the ratio of bus bandwidth to algorithm bandwidth."""
     ranks = np.asarray(world_size, dtype=np.float64)
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks

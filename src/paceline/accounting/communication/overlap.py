@@ -1,23 +1,24 @@
-"""How much of a step's communication backward can hide: closed forms of `overlap_simulator`.
+"""Exposed communication of a step in closed form, for special cases of `overlap_simulator`.
 
-Gradients become ready bucket by bucket while backward runs; each bucket is communicated as soon as
-it is ready and the bucket before it has gone. The closed forms are for buckets of equal size, whose
+Gradients become ready bucket by bucket while backward runs; each bucket is sent as soon as it is
+ready and the previous transfer is over. The closed forms hold for buckets of equal size, whose
 gradients become ready evenly over backward, without contention.
 
-s bytes in n buckets, w bytes per second, a latency of o seconds, backward of T seconds.
-Bucket k (of 1 .. n) is ready at kT/n and takes c = o + s/(nw).
+There are s bytes in n buckets, a bandwidth of w bytes per second, a latency of o seconds, and a
+backward pass of T seconds. Bucket k (of 1 .. n) is ready at kT/n and takes c = o + s/(nw).
 
 - If c <= T/n, the link is idle again before the next bucket is ready, and only the last bucket is
   exposed: exposed = c = o + s/(nw).
-- Otherwise the link is busy without a pause after the first bucket: the end is T/n + nc, and
-  exposed = T/n + no + s/w - T.
+- Otherwise the link is never idle once the first bucket is ready: communication ends at T/n + nc,
+  and exposed = T/n + no + s/w - T.
 
-The two meet where c = T/n, and the larger of both is the exposed time for every n. The first falls
-with n, the second is smallest at n = sqrt(T/o); the best n is the larger of that and of where the
-two meet, (T - s/w)/o. In the special case that backward takes exactly as long as the bytes
-(T = s/w), exposed = s/(nw) + no, which is smallest for n = sqrt(s/(wo)): buckets of sqrt(swo)
-bytes, and an overhead of 2 sqrt(so/w). With ever more buckets and no latency, the larger of both
-becomes max(0, s/w - T), the least that any division into buckets leaves exposed.
+The two are equal where c = T/n, and the larger of both is the exposed time for every n. The first
+decreases with n; the second is smallest at n = sqrt(T/o). The best n is the larger of sqrt(T/o) and
+the n at which the two are equal, (T - s/w)/o. In the special case that backward takes exactly as
+long as sending the bytes (T = s/w), exposed = s/(nw) + no, which is smallest for n = sqrt(s/(wo)):
+buckets of sqrt(swo) bytes, and an overhead of 2 sqrt(so/w). In the limit of many buckets and no
+latency, the exposed time is max(0, s/w - T), the least that any division into buckets leaves
+exposed.
 """
 
 import numpy as np
@@ -37,21 +38,21 @@ def exposed_s(
     backward_s: float,
     num_buckets: npt.ArrayLike,
 ) -> Array:
-    """Exposed seconds with equal buckets: max(o + s/(nw), T/n + no + s/w - T)."""
+    """Returns the exposed seconds with equal buckets: max(o + s/(nw), T/n + no + s/w - T)."""
     n = np.asarray(num_buckets, dtype=np.float64)
     line_s = total_bytes / bytes_per_s
     return np.maximum(latency_s + line_s / n, backward_s / n + n * latency_s + line_s - backward_s)
 
 
 def least_exposed_s(communication_s: npt.ArrayLike, compute_s: npt.ArrayLike) -> Array:
-    """Exposed seconds with many buckets and no latency: what compute cannot hide."""
+    """Returns the exposed seconds with many buckets and no latency: the excess over compute."""
     return np.maximum(np.subtract(communication_s, compute_s), 0.0)
 
 
 def optimal_num_buckets(
     *, total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float
 ) -> float:
-    """The number of equal buckets with the least exposed time: max(sqrt(T/o), (T - s/w)/o)."""
+    """Returns the number of equal buckets that exposes least: max(sqrt(T/o), (T - s/w)/o)."""
     line_s = total_bytes / bytes_per_s
     return max(1.0, float(np.sqrt(backward_s / latency_s)), (backward_s - line_s) / latency_s)
 
@@ -59,22 +60,22 @@ def optimal_num_buckets(
 def balanced_overhead_s(
     *, total_bytes: float, bytes_per_s: float, latency_s: float, num_buckets: npt.ArrayLike
 ) -> Array:
-    """Overhead when computing a bucket takes as long as its bytes: s/(nw) + no."""
+    """Returns the overhead if computing a bucket takes as long as sending it: s/(nw) + no."""
     n = np.asarray(num_buckets, dtype=np.float64)
     return total_bytes / (n * bytes_per_s) + n * latency_s
 
 
 def balanced_bucket_bytes(*, total_bytes: float, bytes_per_s: float, latency_s: float) -> float:
-    """The bucket size that makes `balanced_overhead_s` least: sqrt(swo)."""
+    """Returns the bucket size that minimizes `balanced_overhead_s`: sqrt(swo)."""
     return float(np.sqrt(total_bytes * bytes_per_s * latency_s))
 
 
 def explain_overhead(
     *, total_bytes: float, bytes_per_s: float, latency_s: float, backward_s: float | None = None
 ) -> Explanation:
-    """Explains the time that communication adds to a step, and the buckets that make it least.
+    """Explains the time that communication adds to a step, and the buckets that minimize it.
 
-    Without `backward_s`, computing a bucket takes as long as sending its bytes.
+    Without `backward_s`, computing a bucket is assumed to take as long as sending its bytes.
     """
     options = {"total_bytes": total_bytes, "bytes_per_s": bytes_per_s, "latency_s": latency_s}
     given = (

@@ -1,8 +1,8 @@
-"""Compute and communication side by side, simulated from event to event.
+"""Event-driven simulation of overlapping compute and communication.
 
-Compute runs segment by segment, transfers go one after the other. A transfer may start when a
-segment is over; a segment may have to wait for transfers. While both are in progress, the transfer
-takes `slowdown` times as long, and compute loses the share `lost_share` of its pace.
+Compute runs segment by segment, and transfers run one after the other. A transfer starts after a
+given number of segments; a segment may have to wait for transfers. While both are in progress, the
+transfer takes `slowdown` times as long, and compute loses the fraction `lost_share` of its speed.
 
 Without contention, a backward pass whose buckets are ready at given times follows the recurrence
 finish[k] = max(ready[k], finish[k-1]) + transfer[k] (`simulate_buckets`);
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contention:
-    """The cost of compute and communication to each other."""
+    """Mutual slowdown of compute and communication."""
 
     lost_s_per_byte: float
-    """Seconds that compute loses to each byte that is sent meanwhile."""
+    """Compute seconds lost per byte sent at the same time."""
     slowdown: float
-    """Time of a transfer beside compute, relative to its time without."""
+    """Time of a transfer during compute, relative to its time without compute."""
 
 
 NO_CONTENTION = Contention(lost_s_per_byte=0.0, slowdown=1.0)
@@ -34,9 +34,9 @@ class ComputeSegment:
     """A segment of compute."""
 
     seconds: float
-    """Time without communication beside it."""
+    """Time without concurrent communication."""
     needs: int = 0
-    """Number of transfers that must have arrived before it starts."""
+    """Number of transfers that must finish before it starts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class Transfer:
     """One collective."""
 
     seconds: float
-    """Time without compute beside it."""
+    """Time without concurrent compute."""
     after: int
-    """Number of segments that must be over before it starts."""
+    """Number of segments that must finish before it starts."""
     num_bytes: int = 0
     contention: Contention = NO_CONTENTION
 
     @property
     def lost_share(self) -> float:
-        """The share of its pace that compute loses beside this transfer.
+        """The fraction of its speed that compute loses during this transfer.
 
-        In all no more than if compute had waited for the transfer instead.
+        Compute never loses more time than if it had waited for the transfer.
         """
         lost_s = min(self.contention.lost_s_per_byte * self.num_bytes, self.seconds)
         return lost_s / (self.seconds * self.contention.slowdown) if lost_s else 0.0
@@ -67,17 +67,17 @@ class OverlapResult:
     lost_s: float
     """Compute time lost to transfers in progress."""
     exposed_s: float
-    """Time in which compute waited: a segment for transfers, or the end for the last of them."""
+    """Time spent waiting: segments for transfers, and the end of the step for the last ones."""
     start_s: list[float]
     """Start of each transfer."""
     finish_s: list[float]
-    """End of each transfer that arrived."""
+    """End of each finished transfer."""
 
 
 def simulate_overlap(
     segments: Sequence[ComputeSegment], transfers: Sequence[Transfer], *, wait_for_all: bool = True
 ) -> OverlapResult:
-    """Simulates until compute is over and, with `wait_for_all`, all transfers have arrived."""
+    """Simulates until compute and, with `wait_for_all`, all transfers are finished."""
     num_done = 0
     compute_left = [segment.seconds for segment in segments]
     transfer_left = [transfer.seconds for transfer in transfers]
@@ -118,7 +118,7 @@ def simulate_buckets(
 ) -> OverlapResult:
     """Simulates a backward pass whose buckets are ready at given times, without contention.
 
-    Buckets are sent in the order of their index, so that all ranks agree on it.
+    Buckets are sent in index order, so that all ranks use the same order.
     """
     instants = sorted({*ready_s, backward_s})
     if instants[-1] > backward_s:

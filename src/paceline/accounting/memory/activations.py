@@ -1,39 +1,39 @@
-"""What a training step keeps for backward, and the most that it holds beside the model's states.
+"""Activations saved for backward, and the peak memory of a step beyond the model states.
 
-For `paceline.models.TransformerLM`, eager, on a CPU. Both numbers are counted operation by
-operation: `paceline.accounting.memory.forward_pass` says what each operation keeps and what its
-derivative makes, `paceline.accounting.memory.autograd_tape` adds up. In float32 the operations keep
-the following numbers per token, where d is `d_model`, a the width of all query heads, k that of all
-key heads, h the number of query heads, s the tokens of a sequence, f `d_ff`, v the vocabulary:
+Both apply to `paceline.models.TransformerLM`, eager, on a CPU, and are counted operation by
+operation: `paceline.accounting.memory.forward_pass` lists what each operation saves and what its
+derivative allocates, and `paceline.accounting.memory.autograd_tape` adds it up. In float32 the
+operations save the following numbers per token, where d is `d_model`, a the total width of the
+query heads, k that of the key heads, h the number of query heads, s the tokens per sequence, f
+`d_ff`, v the vocabulary size:
 
-    a norm              its input, the root of the mean square, the input without it, and its
-                        output for the matrices that follow            3d + 1
-    attention, fused    queries, keys, values, the logarithm of each row's sum, the output, and
-                        the output with heads joined, which is a copy  3a + 2k + h
+    a norm              its input, the root mean square, the normalized input, and its output for
+                        the matrices that follow                       3d + 1
+    attention, fused    queries, keys, values, the log-sum-exp of each row, the output, and the
+                        output with heads joined, which is a copy      3a + 2k + h
     attention, naive    queries, keys and values, repeated for every query head, probabilities,
                         the output with heads joined                   4a + hs
                         and, per block, a mask of s² bytes
     feed-forward        gate, up, the gate's activation, the product   4f
     final norm, head    3d + 1 and, for the loss, log-probabilities    3d + 1 + v
 
-With one head or sequences of one token, joining heads copies nothing, and fused attention keeps a
-less. With full activation checkpointing a block keeps its input alone, d, until backward reaches
-it. The loss keeps one number more, its sum of weights.
+With one head or sequences of one token, joining heads copies nothing, and fused attention saves a
+fewer numbers. With full activation checkpointing a block saves only its input, d, until backward
+reaches it. The loss saves one more number, its sum of weights.
 
-Under autocast to bf16 or fp16, the stream, the norms' three numbers, the logarithms, the
-probabilities and what the loss keeps stay in float32; all else takes half. A norm's output is
-copied for every matrix that reads it: thrice before attention, twice before feed-forward. Naive
-attention keeps its probabilities in that dtype as well. Weights that were cast are kept too; they
-are a category of their own, since they do not grow with tokens.
+Under autocast to bf16 or fp16, the residual stream, the norms' three numbers, the log-sum-exps, the
+probabilities and what the loss saves stay in float32; everything else takes half. A norm's output
+is copied for every matrix that reads it: three times before attention, twice before feed-forward.
+Naive attention also saves its probabilities in the lower dtype. Cast weights are saved too; they
+are a separate category, since they do not grow with the number of tokens.
 
-In a model whose weights are in bf16 or fp16, a norm converts its input and its weights to float32
-and keeps the copies, the latter among the copies of weights; its output exists once.
+In a model with bf16 or fp16 weights, a norm converts its input and its weights to float32 and saves
+the copies, the latter as weight copies; its output exists once.
 
-The peak is the most over all operations of forward and backward: often at the loss, where the
-gradients of log-probabilities and logits are there, or in the last block's feed-forward layer. It
-is exact as far as torch's operations go. What kernels take for themselves while they run is not
-counted: torch's fused attention and, for bf16 matmuls, oneDNN have scratch memory, whose
-size depends on the processor.
+The peak is the maximum over all operations of forward and backward. It is often at the loss, where
+the gradients of log-probabilities and logits exist together, or in the last block's feed-forward
+layer. It is exact for torch's operations. Scratch memory inside kernels is not counted: torch's
+fused attention and, for bf16 matmuls, oneDNN allocate some, and its size depends on the processor.
 """
 
 import dataclasses
@@ -59,25 +59,25 @@ _COMPUTED = ("float32", "tfloat32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedForBackward:
-    """Bytes that autograd keeps when forward is over, without weights, tables and tokens."""
+    """Bytes that autograd has saved after forward, without weights, tables and tokens."""
 
     activations: int
-    """What grows with the tokens."""
+    """Bytes that grow with the number of tokens."""
     weight_copies: int
-    """Copies of weights in another dtype."""
+    """Bytes of weights copied to another dtype."""
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.activations + self.weight_copies
 
 
 class ActivationCount(NamedTuple):
-    """What a forward and backward pass hold beside the model's states, in bytes."""
+    """Bytes of a forward and backward pass beyond the model states."""
 
     saved: SavedForBackward
     peaks: tuple[int, int]
-    """The peak until backward has come to the blocks, and the peak from then on."""
+    """The peak until backward reaches the blocks, and the peak from then on."""
 
 
 class BucketSize(NamedTuple):
@@ -87,9 +87,9 @@ class BucketSize(NamedTuple):
     num_bytes: int = 0
     """Bytes that are freed when the bucket is reduce-scattered."""
     arriving_bytes: int = 0
-    """Bytes that the other ranks send of their buckets at the same time."""
+    """Bytes that arrive from the other ranks at the same time."""
     group_bytes: int = 0
-    """Bytes of gradients that move into the bucket together."""
+    """Bytes of gradients that are copied into the bucket together."""
 
 
 def saved_for_backward_bytes(
@@ -100,13 +100,13 @@ def saved_for_backward_bytes(
     precision: Precision = _FLOAT32,
     attention: AttentionImplementation = "sdpa",
 ) -> int:
-    """Returns all that autograd keeps when forward is over, without weights and tokens.
+    """Returns the bytes that autograd has saved after forward, without weights and tokens.
 
     Args:
         shape: The model's dimensions.
-        batch: Sequences of a pass, and their length.
+        batch: Sequences per pass, and their length.
         activation_checkpointing: full if each block's activations are recomputed in backward.
-        precision: dtypes of weights, gradients, state and arithmetic.
+        precision: dtypes of weights, gradients, optimizer state and compute.
         attention: sdpa if attention is fused, naive if it stores its scores.
     """
     counted = count_activations(shape, batch, activation_checkpointing, precision, attention)
@@ -122,10 +122,10 @@ def peak_activation_bytes(
     attention: AttentionImplementation = "sdpa",
     keeps_gradients: bool = False,
 ) -> int:
-    """Returns the most that activations, and gradients while they are made, take.
+    """Returns the peak bytes of activations and of gradients while backward computes them.
 
-    Where weights' gradients lie afterwards is not part of this, unless `keeps_gradients` says that
-    they stay where they were made. `shape`, `batch`, `activation_checkpointing`, `precision` and
+    Complete weight gradients are not counted, unless `keeps_gradients` is true: then they stay
+    where backward allocated them. `shape`, `batch`, `activation_checkpointing`, `precision` and
     `attention` are those of `saved_for_backward_bytes`.
     """
     counted = count_activations(
@@ -144,10 +144,10 @@ def count_activations(
     keeps_gradients: bool = False,
     buckets: tuple[BucketSize, ...] = (),
 ) -> ActivationCount:
-    """Counts what is kept when forward is over, and the peaks of forward and backward.
+    """Counts the bytes saved after forward, and the peaks of forward and backward.
 
-    With `buckets`, which hold all gradients in the order of backward, gradients move into their
-    bucket, whose bytes are there from its first gradient to its last.
+    `buckets`, if given, cover all gradients in backward order. Gradients are then copied into their
+    bucket, which is allocated with its first gradients and freed with its last.
     """
     require_buildable(shape)
     _require_countable(precision)
@@ -164,13 +164,13 @@ def count_activations(
         activations=tape.kept_bytes("activation"), weight_copies=tape.kept_bytes("weight_copy")
     )
     first_gradient = tape.allocate(loss.buffer.num_bytes)
-    # Whoever calls backward holds the loss and its gradient until the end.
+    # The caller of backward holds the loss and its gradient until the end.
     tape.play_back(loss, tape.hold(first_gradient))
     return ActivationCount(saved, (tape.peak_before_mark_bytes, tape.peak_bytes))
 
 
 def _require_countable(precision: Precision) -> None:
-    """Refuses formats in which the model would run other operations than those counted."""
+    """Raises for dtypes in which the model would run other operations than those counted."""
     uncounted = {precision.parameters, precision.compute} - set(_COMPUTED)
     if uncounted:
         raise UsageError(

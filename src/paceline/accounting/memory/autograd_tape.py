@@ -1,15 +1,14 @@
-"""A tape of the operations of a forward pass, played back to count what backward holds.
+"""A tape of the operations of a forward pass, replayed to count the memory of backward.
 
-Autograd works like this: an operation keeps the tensors that its derivative needs; backward goes
-through the operations in the opposite order, gives each the gradient of its result, takes the
-gradients of its inputs, and lets go of what was kept. A gradient that arrives where there is
-already one is added to it in place, unless that one is a view. The tape does the same with numbers
-of bytes in place of tensors, so that what is held can be asked for at any instant, and the most of
-all instants.
+Autograd works as follows. An operation saves the tensors that its derivative needs. Backward visits
+the operations in reverse order, passes each the gradient of its result, receives the gradients of
+its inputs, and releases the saved tensors. A second gradient of a tensor is added to the first in
+place, unless the first is a view or still in use. The tape does the same with byte counts instead
+of tensors, so that the memory in use is known at every instant, and with it the peak.
 
-Every tensor is a `Buffer`, which counts who holds it: variables of the program, operations that
-keep it, gradients on their way. Parameters, tables and tokens are there in any case and are not
-counted; copies of parameters in another dtype are, under their own name.
+Every tensor is a `Buffer`, which counts its references: program variables, operations that saved
+it, gradients in flight. Parameters, tables and tokens always exist and are not counted. Copies of
+parameters in another dtype are counted as a separate kind.
 """
 
 import dataclasses
@@ -17,28 +16,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["activation", "weight_copy", "unseen"]
-"""unseen is what is kept, but not as a tensor that autograd's hooks see."""
+"""unseen is memory that is saved, but not as a tensor that autograd's hooks see."""
 
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A piece of memory, and how many hold it."""
+    """A block of memory and its reference count."""
 
     num_bytes: int
     kind: Kind = "activation"
     holders: int = 1
     is_view: bool = False
-    """Whether the tensor is another one, seen differently."""
+    """Whether the tensor is a view of another one."""
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A result or parameter that a gradient may arrive at."""
+    """A result or parameter that may receive a gradient."""
 
     buffer: Buffer
     is_parameter: bool = False
     num_uses: int = 0
-    """Operations on the tape that take it."""
+    """Number of operations on the tape that take it as input."""
     num_arrived: int = 0
     gradient: Buffer | None = None
 
@@ -48,45 +47,45 @@ class GradientBucket:
     """Gradients that are sent together."""
 
     num_bytes: int
-    """Bytes that are allocated with its first gradient and freed with its last; none of a bucket
-    that outlives the step, which is not counted here."""
+    """Bytes allocated with its first gradients and freed with its last; 0 for a bucket that
+    outlives the step, which is not counted here."""
     num_missing: int
-    """Number of its gradients that are not there yet."""
+    """Number of its gradients that are not complete yet."""
     arriving_bytes: int
-    """What the other ranks send of theirs, while it is there."""
+    """Bytes that arrive from the other ranks while the bucket exists."""
     group_bytes: int
-    """Bytes of gradients from which on they move into the bucket; the last ones do in any case."""
+    """Gradients are copied into the bucket once they reach this size; the last ones always are."""
     waiting: list[Buffer] = dataclasses.field(default_factory=list)
     buffer: Buffer | None = None
 
 
 class Operation(NamedTuple):
-    """What one operation keeps, and what its derivative makes."""
+    """The tensors that one operation saves, and the memory of its derivative."""
 
     inputs: Sequence[Value]
     output: Value
     kept: Sequence[Buffer]
     gradient_bytes: Sequence[int | None]
-    """Of each input's gradient; None where it is the very tensor that the operation was given."""
+    """Bytes of each input's gradient; None if it is the same tensor as the result's gradient."""
     working_bytes: int = 0
-    """What the derivative needs beside its results."""
+    """Bytes that the derivative needs in addition to its results."""
     gives_views: bool = False
-    """Whether the gradients are seen differently before they arrive."""
+    """Whether the gradients are passed on as views."""
     again: "Callable[[Value, bool], Value] | None" = None
-    """Where nothing else is kept: computes the result anew from the one input."""
+    """For a checkpoint: recomputes the result from its single input."""
 
 
 class Tape:
-    """Records operations, plays them back, and knows the most bytes that there were.
+    """Records operations, replays them backward, and tracks the peak number of bytes.
 
-    With `keeps_gradients` parameters' gradients stay where they are made; otherwise each goes as
-    soon as it is complete, or with others of its bucket.
+    With `keeps_gradients`, parameter gradients stay where they were allocated. Otherwise each is
+    freed as soon as it is complete, or together with others of its bucket.
     """
 
     def __init__(self, *, keeps_gradients: bool = False) -> None:
         self.peak_bytes = 0
         self.peak_before_mark_bytes = 0
-        """The most until backward came to the mark; the other is the most from then on."""
+        """The peak until backward reached the mark; `peak_bytes` is the peak from then on."""
         self._recording = True
         self._mark: int | None = None
         self._keeps_gradients = keeps_gradients
@@ -97,30 +96,30 @@ class Tape:
     def collect(
         self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int, group_bytes: int
     ) -> None:
-        """Lets these parameters' gradients move into one bucket: see `GradientBucket`."""
+        """Assigns the gradients of these parameters to one bucket: see `GradientBucket`."""
         bucket = GradientBucket(num_bytes, len(parameters), arriving_bytes, group_bytes)
         self._buckets |= {id(parameter): bucket for parameter in parameters}
 
     def allocate(self, num_bytes: int, kind: Kind = "activation") -> Buffer:
-        """Makes a buffer that its maker holds."""
+        """Allocates a buffer, with one reference held by the caller."""
         self._live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return Buffer(num_bytes, kind)
 
     def hold(self, buffer: Buffer) -> Buffer:
-        """Counts one more holder."""
+        """Adds a reference."""
         buffer.holders += 1
         return buffer
 
     def release(self, *buffers: Buffer) -> None:
-        """Counts one holder less of each; with the last, the memory is free."""
+        """Drops one reference to each buffer; dropping the last one frees the memory."""
         for buffer in buffers:
             buffer.holders -= 1
             if buffer.holders == 0:
                 self._live_bytes -= buffer.num_bytes
 
     def drop(self, *values: Value) -> None:
-        """Lets go of variables of the program."""
+        """Releases variables of the program."""
         self.release(*(value.buffer for value in values))
 
     def operate(
@@ -135,11 +134,11 @@ class Tape:
         gives_views: bool = False,
         kind: Kind = "activation",
     ) -> Value:
-        """Does an operation and returns its result, which the caller holds.
+        """Runs an operation and returns its result, to which the caller holds a reference.
 
-        Other operands than the `inputs`, which get a gradient, need not be named. The result has
-        `num_bytes`; with None it is the first input, seen differently. The derivative needs the
-        operands that are in `keeps`, and with `keeps_output` the result. The rest: see `Operation`.
+        `inputs` are the operands that receive a gradient; others need not be named. The result has
+        `num_bytes`; with None it is a view of the first input. The operation saves the operands in
+        `keeps` and, with `keeps_output`, the result. For the other arguments, see `Operation`.
         """
         if num_bytes is None:
             output = Value(self.hold(inputs[0].buffer))
@@ -159,21 +158,21 @@ class Tape:
         self._operations.append(operation)
 
     def set_mark(self) -> None:
-        """Divides the tape here: backward is asked for its peaks on both sides."""
+        """Divides the tape here: backward tracks separate peaks for the two sides."""
         self._mark = len(self._operations)
 
     def kept_bytes(self, kind: Kind) -> int:
-        """Returns what the operations on the tape keep, each buffer counted once."""
+        """Returns the bytes that the operations on the tape have saved, each buffer once."""
         kept = {id(buffer): buffer for done in self._operations for buffer in done.kept}
         return sum(buffer.num_bytes for buffer in kept.values() if buffer.kind == kind)
 
     def checkpoint(
         self, run: Callable[[Value, bool], Value], value: Value, state_bytes: int
     ) -> Value:
-        """Runs operations of which only the input is kept; backward runs them again.
+        """Runs operations but saves only their input; backward recomputes them.
 
-        The flag of `run` says that they run again, and may stop as soon as everything that was to
-        be kept exists. `state_bytes` are kept beside the input `value`, unknown to autograd.
+        The flag of `run` is true during recomputation, which may stop as soon as everything to be
+        saved exists. `state_bytes` are saved with the input `value`, invisible to autograd.
         """
         self._recording = False
         output = run(value, False)
@@ -184,7 +183,7 @@ class Tape:
         return output
 
     def play_back(self, output: Value, gradient: Buffer) -> None:
-        """Goes through backward with the gradient of the last result, and empties the tape."""
+        """Runs backward from the gradient of the last result, and empties the tape."""
         self._arrive(output, gradient)
         while self._operations:
             if len(self._operations) == self._mark:
@@ -200,7 +199,7 @@ class Tape:
                 self._arrive(value, of_input)
 
     def _differentiate(self, operation: Operation) -> list[Buffer]:
-        """Makes the gradients of the inputs from that of the result."""
+        """Returns the gradients of the inputs, and releases that of the result."""
         given = _gradient(operation.output)
         gradients = [
             self.hold(given) if num_bytes is None else self.allocate(num_bytes)
@@ -212,7 +211,7 @@ class Tape:
         return gradients
 
     def _run_again(self, run: Callable[[Value, bool], Value], operation: Operation) -> Buffer:
-        """Records the operations once more, plays them back, and returns the input's gradient."""
+        """Records the operations again, replays them backward, and returns the input's gradient."""
         before, self._operations = self._operations, []
         copy = Value(operation.inputs[0].buffer)
         output = run(copy, True)
@@ -222,13 +221,13 @@ class Tape:
         return _gradient(copy)
 
     def _arrive(self, value: Value, gradient: Buffer) -> None:
-        """Adds a gradient to what has arrived at a value; a parameter's may then be complete."""
+        """Accumulates a gradient of a value; a parameter's gradient may then be complete."""
         if value.gradient is None:
             value.gradient = gradient
         elif value.gradient.holders == 1 and not value.gradient.is_view:
             self.release(gradient)
         else:
-            # Somebody else may still read the first, so that nothing is added to it in place.
+            # The first gradient may still be in use, so the sum needs new memory.
             total = self.allocate(gradient.num_bytes)
             self.release(value.gradient, gradient)
             value.gradient = total
@@ -237,7 +236,7 @@ class Tape:
             self._complete(value, value.gradient)
 
     def _complete(self, parameter: Value, gradient: Buffer) -> None:
-        """Moves a parameter's gradient to where it belongs."""
+        """Keeps, frees or buckets the complete gradient of a parameter."""
         bucket = self._buckets.get(id(parameter))
         if bucket is None:
             if not self._keeps_gradients:

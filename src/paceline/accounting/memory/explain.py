@@ -1,4 +1,4 @@
-"""The memory of a training step under a strategy, explained, and how many devices it takes."""
+"""Explains the memory of a training step under a strategy, and the number of ranks it needs."""
 
 import dataclasses
 
@@ -23,12 +23,12 @@ from paceline.core.units import (
 )
 
 _MOST_RANKS = 2**14
-"""Beyond this the search gives up: what does not fit on so many ranks is not divided by them."""
+"""Limit of the search: memory that does not fit on this many ranks is not sharded across them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """A training step whose memory is asked for."""
+    """A training step whose memory is explained."""
 
     shape: ModelShape
     batch: BatchShape
@@ -37,10 +37,10 @@ class StepPlan:
     attention: AttentionImplementation = "sdpa"
     precision: Precision = dataclasses.field(default_factory=Precision)
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
-    """In MiB, for strategies that have buckets."""
+    """Bucket size in MiB, for strategies that have buckets."""
 
     def instants(self, world_size: int) -> dict[str, MemoryParts]:
-        """Returns what the fullest rank holds at each instant of the step."""
+        """Returns the memory of the fullest rank at each instant of the step."""
         return step_memory(
             self.shape,
             self.batch,
@@ -53,11 +53,11 @@ class StepPlan:
         )
 
     def peak_bytes(self, world_size: int) -> int:
-        """Returns the most that the fullest rank holds in the step."""
+        """Returns the peak memory of the fullest rank in the step."""
         return max(parts.total for parts in self.instants(world_size).values())
 
     def fewest_ranks(self, memory_bytes: float) -> int | None:
-        """Returns the smallest number of ranks on which it fits; None where none is enough."""
+        """Returns the smallest number of ranks on which the step fits; None if none is enough."""
         if self.peak_bytes(1) <= memory_bytes:
             return 1
         if self.strategy not in SHARDED_STATE:
@@ -75,7 +75,7 @@ class StepPlan:
 
 
 def fit_on_device(plan: StepPlan, world_size: int, device: Device) -> Finding:
-    """Says whether the fullest rank fits into a device's memory, and what to do if not."""
+    """Returns whether the fullest rank fits into a device's memory, with a remedy if not."""
     peak, capacity = plan.peak_bytes(world_size), device.memory_bytes.value
     fewest = plan.fewest_ranks(capacity)
     figures = {"peak_bytes": float(peak), "device_memory_bytes": capacity}
@@ -94,7 +94,7 @@ def fit_on_device(plan: StepPlan, world_size: int, device: Device) -> Finding:
 
 
 def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = None) -> Explanation:
-    """Explains what the fullest rank holds at each instant of a step."""
+    """Explains the memory of the fullest rank at each instant of a step."""
     steps = []
     values: dict[str, float] = {}
 

@@ -1,8 +1,8 @@
-"""The operations of a training step's forward pass, with what each keeps and its derivative makes.
+"""The operations of a forward pass, with the memory that each saves and its derivative allocates.
 
-The operations are those that torch runs eagerly on a CPU for `paceline.models.TransformerLM` and
-its loss. Where a dtype is below float32, norms, rotations, softmax and loss are still computed in
-float32, and every change of dtype is an operation that makes a copy.
+These are the operations that torch runs eagerly on a CPU for `paceline.models.TransformerLM` and
+its loss. With a dtype below float32, norms, rotations, softmax and loss are still computed in
+float32, and every change of dtype is an operation that allocates a copy.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from paceline.core.specs import (
 )
 
 _FLOAT32_BYTES = 4
-# torch keeps a number of Python's as one of float64.
+# torch saves a Python number as a float64 scalar.
 _SCALAR_BYTES = 8
-# What torch.get_rng_state returns on a CPU.
+# Size of what torch.get_rng_state returns on a CPU.
 _GENERATOR_STATE_BYTES = 5056
 
 
 @dataclasses.dataclass
 class ForwardPass:
-    """Writes a forward pass onto a tape."""
+    """Records a forward pass on a tape."""
 
     tape: Tape
     shape: ModelShape
@@ -35,7 +35,7 @@ class ForwardPass:
     precision: Precision
     attention: AttentionImplementation
     recomputes_blocks: bool
-    """Whether blocks keep their inputs only."""
+    """Whether blocks save only their inputs."""
 
     def __post_init__(self) -> None:
         self._tokens = self.batch.tokens_per_pass
@@ -43,16 +43,16 @@ class ForwardPass:
         self._multiplied = bytes_per_element(self.precision.compute)
         self._runs_again = False
         self._copies: dict[int, Value] = {}
-        """What autocast has made of weights, for as long as it lasts; by the parameter."""
-        # Nothing is allocated: weights are there in any case. Only their gradients are counted.
+        """Weights cast by autocast, valid until it ends; by parameter."""
+        # Nothing is allocated: weights always exist. Only their gradients are counted.
         self.parameters = [
             Value(Buffer(size * self._stream), is_parameter=True)
             for size in parameter_sizes(self.shape)
         ]
-        """The model's parameters in its order."""
+        """The model's parameters, in model order."""
 
     def loss(self) -> Value:
-        """Writes everything down to the loss, which the caller holds; blocks end at a mark."""
+        """Records everything up to the loss, which the caller holds; a mark follows the blocks."""
         parameters = iter(self.parameters)
         embedding = next(parameters)
         x = self.tape.operate(
@@ -85,7 +85,7 @@ class ForwardPass:
             self._runs_again = False
             return output
 
-        # A number of Python's is no tensor to a checkpoint, and stays kept.
+        # A Python number is not a tensor, so a checkpoint does not drop it.
         number = _SCALAR_BYTES * (self.attention == "naive")
         return self.tape.checkpoint(run, x, _GENERATOR_STATE_BYTES + number)
 
@@ -119,7 +119,7 @@ class ForwardPass:
         )
 
     def _norm(self, x: Value, weight: Value) -> Value:
-        """Divides by the root of the mean square, in float32."""
+        """Divides by the root mean square, in float32."""
         tape, width = self.tape, self.shape.d_model
         rows = self._tokens * _FLOAT32_BYTES
         full = rows * width
@@ -152,7 +152,7 @@ class ForwardPass:
     def _cast(
         self, value: Value, num_elements: int, old: int, new: int, *, is_weight: bool = False
     ) -> Value:
-        """Changes the dtype; the caller holds the result even where that is the same tensor."""
+        """Changes the dtype; the caller holds the result even if it is the same tensor."""
         if old == new:
             if not value.is_parameter:
                 self.tape.hold(value.buffer)
@@ -170,7 +170,7 @@ class ForwardPass:
     def _linear(
         self, x: Value, weight: Value, num_columns: int, *, is_needed: bool = True
     ) -> Value:
-        """Multiplies with a matrix; autocast copies the input each time, a weight only once."""
+        """Multiplies by a weight; autocast copies the input each time, but the weight only once."""
         tape = self.tape
         num_weights = weight.buffer.num_bytes // self._stream
         operand = weight
@@ -202,19 +202,20 @@ class ForwardPass:
         else:
             mixed = self._fused(query, key, value)
         tape.drop(query, key, value)
-        # Heads lie one by one. With one head, or one token per sequence, that is a token's order.
+        # The output is stored head by head. With one head, or one token per sequence, that is
+        # token by token as well.
         joined = self._copied(mixed, shape.num_heads > 1 and self.batch.context_length > 1)
         output = self._linear(joined, block["output"], shape.d_model)
         tape.drop(joined, mixed)
         return output
 
     def _rotated(self, x: Value, weight: Value, width: int) -> Value:
-        """Projects, then turns pairs of channels in float32; keeps tables only."""
+        """Projects, then rotates pairs of channels in float32; saves only the tables."""
         tape, num_elements = self.tape, self._tokens * width
         full = num_elements * _FLOAT32_BYTES
         projected = self._linear(x, weight, width)
         exact = self._cast(projected, num_elements, self._multiplied, _FLOAT32_BYTES)
-        # Four products of half the width, or two sums of them and the whole.
+        # Temporaries: four products of half the width, or two sums of them and the result.
         tape.release(tape.allocate(full))
         rotated = tape.operate([exact], full, gradient_bytes=[full], working_bytes=full)
         tape.drop(exact)
@@ -223,7 +224,7 @@ class ForwardPass:
         return result
 
     def _fused(self, query: Value, key: Value, value: Value) -> Value:
-        """Attention that keeps one number per query in place of scores."""
+        """Records attention that saves one number per query instead of scores."""
         inputs = [query, key, value]
         sums = Value(self.tape.allocate(self._tokens * self.shape.num_heads * _FLOAT32_BYTES))
         mixed = self.tape.operate(
@@ -237,12 +238,12 @@ class ForwardPass:
         return mixed
 
     def _copied(self, value: Value, is_copied: bool) -> Value:
-        """Lays numbers in another order, which may be the one that they are in."""
+        """Reorders elements; without `is_copied` they are in order, and the result is a view."""
         num_bytes = value.buffer.num_bytes if is_copied else None
         return self.tape.operate([value], num_bytes, gradient_bytes=[None])
 
     def _scored(self, query: Value, key: Value, value: Value) -> Value:
-        """Attention that keeps its probabilities, and per layer a mask of a byte per score."""
+        """Records attention that saves its probabilities and, per layer, a length² byte mask."""
         tape, length = self.tape, self.batch.context_length
         num_scores = self._tokens * self.shape.num_heads * length
         low, full = num_scores * self._multiplied, num_scores * _FLOAT32_BYTES
@@ -252,7 +253,7 @@ class ForwardPass:
             [query, key], low, keeps=[query, key], gradient_bytes=[widths, widths]
         )
         factor = Value(tape.allocate(_SCALAR_BYTES, "unseen"))
-        # The first run of a block has kept the number already.
+        # In recomputation, the block's first run has saved the number already.
         numbers = [] if self._runs_again else [factor]
         scores = tape.operate([products], low, keeps=numbers, gradient_bytes=[low])
         tape.drop(products, factor)
@@ -263,8 +264,8 @@ class ForwardPass:
         softmax = tape.operate([exact], full, keeps_output=True, gradient_bytes=[full])
         tape.drop(exact)
         probabilities = self._cast(softmax, num_scores, _FLOAT32_BYTES, self._multiplied)
-        # The values lie token by token, and are multiplied head by head. Copies of heads are in
-        # order; so is a single head, a single token, or a single sequence.
+        # Values are stored token by token, but multiplied head by head. Repeated heads are in that
+        # order already; so is a single head, a single token, or a single sequence.
         shape, batch = self.shape, self.batch
         several = 1 not in (shape.num_heads, batch.context_length, batch.num_sequences)
         ordered = self._copied(value, shape.num_heads == shape.key_value_heads and several)
@@ -274,7 +275,7 @@ class ForwardPass:
         return mixed
 
     def _repeated(self, value: Value) -> Value:
-        """Copies each key-value head once for every query head that it serves."""
+        """Copies each key-value head once for every query head that shares it."""
         group = self.shape.num_heads // self.shape.key_value_heads
         if group == 1:
             self.tape.hold(value.buffer)
@@ -292,7 +293,7 @@ class ForwardPass:
         up = self._linear(x, block["up"], self.shape.d_ff)
         product = tape.operate([active, up], size, keeps=[active, up], gradient_bytes=[size, size])
         tape.drop(active, up)
-        # When a block runs again, it stops once this operation has what it keeps.
+        # Recomputation of a block stops once this operation has saved its inputs.
         down = self._linear(
             product, block["down"], self.shape.d_model, is_needed=not self._runs_again
         )

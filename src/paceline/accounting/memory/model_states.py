@@ -1,26 +1,26 @@
-"""What a device holds of a model while it trains: parameters, gradients, optimizer state.
+"""Memory of parameters, gradients and optimizer state on a device during training.
 
-With AdamW in the dtypes of a `Precision`, P parameters in T tensors, on n ranks:
+With AdamW in the dtypes of a `Precision`, P parameters take the following bytes on n ranks:
 
-    parameters        4P in float32; P/n of them where a strategy shards parameters (ZeRO-3)
-    gradients         4P; P/n from ZeRO-2 on. Our containers' buckets hold 4 bytes per tensor more,
-                      which tell whether a rank has a gradient for it
-    optimizer state   two moments, 8P, and 4 bytes per tensor for its count of steps; the moments
-                      of P/n parameters from ZeRO-1 on (Rajbhandari et al. 2020)
+    parameters        4P in float32; 4P/n if the strategy shards parameters (ZeRO-3)
+    gradients         4P; 4P/n from ZeRO-2 on. Our containers' buckets have 4 more bytes per tensor,
+                      which indicate whether a rank has a gradient for it
+    optimizer state   two moments, 8P, and 4 bytes per tensor for its step count; the moments of
+                      P/n parameters from ZeRO-1 on (Rajbhandari et al. 2020)
 
-That is the rule; the numbers here are those of the tensors that ranks really hold, to the byte:
+That is the rule. The functions here return the sizes of the actual tensors, to the byte:
 
     buckets           every tensor begins at a multiple of 16 bytes
-    shards            of a flat unit of tensors: all of them where only the optimizer shards them,
-                      a bucket's where gradients are sharded. A unit is padded to n equal shards.
-                      Whole units and gradients of shards have the padding; moments have not
-    torch_zero        whole parameters, the largest first to the rank that has least
-    torch_fsdp2       rows of every parameter, equally many to each rank but for the last ones;
-                      parameters and gradients are padded to as many, moments are not
-    fully_sharded     the same; each parameter's rows begin at a multiple of 16 bytes, and a layer's
-                      gradients hold a number per tensor, as buckets do
+    shards            parts of a flat unit of tensors: all tensors if only the optimizer shards
+                      them, those of a bucket if gradients are sharded. A unit is padded to n equal
+                      shards. Whole units and sharded gradients include the padding; moments do not
+    torch_zero        whole parameters, the largest first, each to the least loaded rank
+    torch_fsdp2       rows of every parameter, the same number on each rank except the last ones;
+                      parameters and gradients are padded to that number, moments are not
+    fully_sharded     the same, but each parameter's rows begin at a multiple of 16 bytes, and a
+                      layer's gradients include one number per tensor, as buckets do
 
-Ranks differ by what their shards hold; the rank that holds most is reported.
+Ranks differ in the contents of their shards; `model_state_bytes` reports the fullest rank.
 """
 
 import dataclasses
@@ -53,7 +53,10 @@ _OWN_BUCKETS = ("naive", "flat", "overlapped", "bucketed", "sharded_optimizer")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """Bytes that outlive a step: `parameters`, `gradients`, `optimizer_state`; arrays by ranks."""
+    """Bytes of `parameters`, `gradients` and `optimizer_state`, which outlive a step.
+
+    Each field is an int, or an array by rank.
+    """
 
     parameters: Any
     gradients: Any
@@ -61,7 +64,7 @@ class ModelStates:
 
 
 def parameter_shapes(shape: ModelShape) -> list[tuple[int, int]]:
-    """Returns rows and columns of every parameter of `TransformerLM`, in its order."""
+    """Returns rows and columns of every parameter of `TransformerLM`, in model order."""
     block = [*block_parameters(shape).values()]
     embedding = (shape.vocab_size, shape.d_model)
     head = [] if shape.tied_embeddings else [embedding]
@@ -69,7 +72,7 @@ def parameter_shapes(shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def parameter_sizes(shape: ModelShape) -> list[int]:
-    """Returns the elements of every parameter of `TransformerLM` of this `shape`, in its order."""
+    """Returns the elements of every parameter of a `TransformerLM` of this `shape`, in order."""
     return [num_rows * num_columns for num_rows, num_columns in parameter_shapes(shape)]
 
 
@@ -81,11 +84,11 @@ def model_state_bytes(
     *,
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> ModelStates:
-    """Returns what one device keeps of the model; on the rank that keeps most.
+    """Returns the model states of the fullest rank, in bytes.
 
-    Of a model of this `shape` and `precision`, under a `strategy` on `world_size` ranks.
-    `bucket_size_mb`, in MiB, makes a difference only where gradients are sharded, and there only to
-    their padding.
+    The model has this `shape` and `precision`, and trains under a `strategy` on `world_size` ranks.
+    `bucket_size_mb`, in MiB, matters only if gradients are sharded: each bucket is then a unit that
+    is padded and sharded.
     """
     of_ranks = rank_state_bytes(
         shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb
@@ -104,7 +107,7 @@ def rank_state_bytes(
     *,
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> ModelStates:
-    """Returns what every rank keeps of the model, as arrays by rank."""
+    """Returns the model states of every rank in bytes, as arrays by rank."""
     elements = _elements_held(shape, precision, strategy, world_size, bucket_size_mb)
     moments = elements.num_moments * 2 * bytes_per_element(precision.optimizer_state)
     return ModelStates(
@@ -115,7 +118,7 @@ def rank_state_bytes(
 
 
 class _Elements(NamedTuple):
-    """Numbers that every rank holds, by rank."""
+    """Numbers of elements that each rank holds, as arrays by rank."""
 
     num_parameters: Any
     num_gradients: Any
@@ -156,7 +159,7 @@ def _elements_held(
     owned = sum(unit.num_owned for unit in units)
     shares = sum(unit.share for unit in units) * everywhere
     if strategy in SHARDED_GRADIENTS:
-        # What a rank owns of a bucket is one tensor to its optimizer.
+        # A rank's part of a bucket is one tensor to its optimizer.
         return _Elements(
             world_size * shares,
             shares,
@@ -170,7 +173,7 @@ def _elements_held(
 def state_units(
     shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
 ) -> list[Sequence[int]]:
-    """Returns the sizes of the tensors of every unit, in the order in which they lie in it."""
+    """Returns the tensor sizes of every unit, in storage order."""
     whole = strategy == "sharded_optimizer"
     return gradient_buckets(shape, element_bytes, None if whole else bucket_size_mb)
 
@@ -178,9 +181,9 @@ def state_units(
 def gradient_buckets(
     shape: ModelShape, element_bytes: int, bucket_size_mb: float | None
 ) -> list[Sequence[int]]:
-    """Returns the sizes of the tensors of our buckets, in the order of backward.
+    """Returns the tensor sizes of our buckets, in backward order.
 
-    `bucket_size_mb` is the largest bucket in MiB; None for one bucket.
+    `bucket_size_mb` is the largest bucket in MiB; None for a single bucket.
     """
     backward = parameter_sizes(shape)[::-1]
     num_bytes = [element_bytes * aligned(size, element_bytes) for size in backward]
@@ -189,7 +192,7 @@ def gradient_buckets(
 
 
 def layer_shapes(shape: ModelShape) -> list[list[tuple[int, int]]]:
-    """Returns rows and columns of the parameters of every layer that is gathered by itself."""
+    """Returns rows and columns of the parameters of every layer that is all-gathered separately."""
     shapes = parameter_shapes(shape)
     length = len(block_parameters(shape))
     last = 1 + shape.num_layers * length
@@ -198,7 +201,7 @@ def layer_shapes(shape: ModelShape) -> list[list[tuple[int, int]]]:
 
 
 def layer_shard(layer: Sequence[tuple[int, int]], world_size: int, element_bytes: int) -> int:
-    """Returns the elements of a rank's flat shard of a layer, which is divided by rows."""
+    """Returns the number of elements of a rank's flat shard of a layer, sharded by rows."""
     return sum(
         aligned(-(-num_rows // world_size) * num_columns, element_bytes)
         for num_rows, num_columns in layer
@@ -206,7 +209,7 @@ def layer_shard(layer: Sequence[tuple[int, int]], world_size: int, element_bytes
 
 
 def _rows(shape: ModelShape, world_size: int, element_bytes: int, is_ours: bool) -> _Elements:
-    """Divides every parameter by rows, as torch's fully_shard does, or as ours."""
+    """Shards every parameter by rows, as torch's fully_shard does, or as our container does."""
     ranks = np.arange(world_size)
     held, owned = np.zeros((2, world_size), dtype=np.int64)
     shapes = parameter_shapes(shape)

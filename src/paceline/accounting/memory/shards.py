@@ -1,8 +1,8 @@
-"""How many elements every rank owns where flat tensors are cut into equal shards.
+"""Number of elements that each rank owns of flat tensors that are cut into equal shards.
 
-Tensors lie one behind another in a unit, each at a multiple of 16 bytes. The unit is padded so
-that all shards are equal and each begins at such a multiple as well. A rank owns whatever tensors,
-or pieces of them, lie in its shard; the padding belongs to no rank, but takes memory.
+A unit stores tensors one after the other, each at a multiple of 16 bytes. It is padded so that all
+shards are equal and each begins at a multiple of 16 bytes as well. A rank owns the tensors, or
+pieces of tensors, in its shard. Padding belongs to no rank, but takes memory.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ class UnitShares:
     num_owned: npt.NDArray[np.int64]
     """Elements of tensors in each rank's shard."""
     num_pieces: npt.NDArray[np.int64]
-    """Tensors that each rank owns something of."""
+    """Number of tensors that each rank owns at least a piece of."""
     span: "npt.NDArray[np.int64]"
     """Elements from the first to the last that each rank owns, padding between them included."""
 
 
 def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitShares:
-    """Cuts tensors of these sizes, which lie in this order."""
+    """Cuts a unit of tensors with these `sizes`, in storage order, into equal shards."""
     ends_aligned = np.cumsum([aligned(size, element_bytes) for size in sizes])
     starts = np.concatenate(([0], ends_aligned[:-1]))
     ends = starts + np.asarray(sizes)
@@ -38,7 +38,7 @@ def cut_unit(sizes: Sequence[int], world_size: int, element_bytes: int) -> UnitS
     begun = np.searchsorted(starts, borders, side="left")
     whole = np.concatenate(([0], np.cumsum(sizes)))
     last = np.maximum(begun - 1, 0)
-    # Of the last tensor that has begun before a border, what lies beyond it does not count.
+    # The last tensor that begins before a border counts only up to the border.
     beyond = np.where(begun > 0, np.maximum(ends[last] - borders, 0), 0)
     num_before = whole[begun] - beyond
     ended = np.searchsorted(ends, borders, side="right")

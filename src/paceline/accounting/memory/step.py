@@ -1,21 +1,21 @@
-"""What a device holds at the three instants of a training step, states and all else.
+"""Memory of a device at the three instants of a training step.
 
-Beside the states (`paceline.accounting.memory.model_states`):
+In addition to the model states (`paceline.accounting.memory.model_states`):
 
-    buffers       the tables of rotary positions, and tokens and targets of the batch. Until the
-                  first backward there are no gradients, but a container's buckets for them are
-                  there from the start
+    buffers       the tables of rotary positions, and tokens and targets of the batch. A container's
+                  buckets exist from the start; until the first backward there are no gradients, and
+                  the buckets count as buffers
     activations   see `paceline.accounting.memory.activations`; fused AdamW needs nothing more.
-                  Without buckets, gradients appear as activations go, and the peak is the larger
-                  of the two at either end of backward
+                  Without buckets, gradients are allocated while activations are freed, and the peak
+                  is the larger of the two at either end of backward
 
-Gradients wait where they were made until some of their bucket can be copied into it together.
+Gradients stay where backward allocated them until a group of them is copied into their bucket.
 
-What is in flight counts as activations too, if communication keeps up with backward. Where
-gradients are reduce-scattered, a buffer of a bucket's size is there from its first gradient to its
-last, and then the other ranks' parts of this rank's shard arrive. Where parameters are sharded,
-buckets are layers, and the layers that are all-gathered come on top. Slow communication adds to
-that, up to all gradients twice.
+Messages in flight count as activations too, assuming that communication keeps up with backward. If
+gradients are reduce-scattered, a buffer of a bucket's size exists from its first gradient to its
+last; then the other ranks' parts of this rank's shard arrive. If parameters are sharded, buckets
+are layers, and the all-gathered layers are added. Slow communication takes more memory, up to all
+gradients twice.
 """
 
 import dataclasses
@@ -50,13 +50,13 @@ _TABLE_BYTES = 4
 _TOKEN_BYTES = 8
 _ADAM_MOMENTS = 2
 _FLOAT32_BYTES = 4
-# Those whose buckets hold several gradients and outlive the step.
+# Strategies whose buckets hold several gradients and outlive the step.
 _ALL_REDUCED: tuple[StrategyName, ...] = ("flat", "bucketed", "sharded_optimizer")
-# How many layers are gathered before they are needed.
+# Number of layers that are all-gathered before they are needed.
 _LAYERS_AHEAD: dict[StrategyName, int] = {"fully_sharded": 2, "torch_fsdp2": 1}
 
 INSTANTS = ("after_init", "before_step", "after_step")
-"""When model, container and optimizer are made; the peaks before and in the optimizer's step."""
+"""After model, container and optimizer are built; the peaks before and in the optimizer step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,13 @@ class MemoryParts:
     gradients: int
     optimizer_state: int
     buffers: int
-    """What else outlives a step: the model's tables, the batch, what a container keeps."""
+    """Other memory that outlives a step: the model's tables, the batch, a container's buffers."""
     activations: int
-    """What the peak holds beyond the others."""
+    """The rest of the peak."""
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(dataclasses.astuple(self))
 
 
@@ -88,17 +88,17 @@ def step_memory(
     attention: AttentionImplementation = "sdpa",
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
 ) -> dict[str, MemoryParts]:
-    """Predicts the memory of a step at its three instants, on the rank that holds most.
+    """Predicts the memory of a step at its three instants, on the fullest rank.
 
     Args:
-        shape: The model.
-        batch: Of one rank.
-        precision: dtypes of parameters, activations and the optimizer's state.
-        strategy: How ranks are kept equal, and what of the states each holds.
-        world_size: How many ranks there are.
-        activation_checkpointing: Whether blocks are computed once more in backward.
+        shape: The model's dimensions.
+        batch: The batch of one rank.
+        precision: dtypes of parameters, activations and optimizer state.
+        strategy: Data-parallel strategy, which determines the states that each rank holds.
+        world_size: Number of ranks.
+        activation_checkpointing: full if blocks are recomputed in backward.
         attention: Fused (sdpa, tiled), or storing its scores (naive).
-        bucket_size_mb: In MiB; matters where buckets are reduce-scattered and freed.
+        bucket_size_mb: Bucket size in MiB; matters if buckets are reduce-scattered and freed.
     """
     states = model_state_bytes(
         shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb
@@ -112,7 +112,7 @@ def step_memory(
     gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
     peak = max(map(sum, zip(peaks, gathered, strict=True)))
     if keeps_gradients or strategy in SHARDED_PARAMETERS:
-        # Gradients come as activations go: at the peak they are in it, or not there yet.
+        # Gradients replace activations: the peak includes them, or they do not exist yet.
         peak = max(peak - states.gradients, 0)
     before = MemoryParts(**dataclasses.asdict(states), buffers=tables + tokens, activations=peak)
     has_buckets = world_size > 1 and strategy not in ("none", *SHARDED_PARAMETERS)
@@ -136,7 +136,7 @@ def _buckets(
     world_size: int,
     bucket_size_mb: float,
 ) -> tuple[BucketSize, ...]:
-    """Returns the buckets that gradients move into, in the order of backward."""
+    """Returns the buckets that gradients are copied into, in backward order."""
     element_bytes = bytes_per_element(precision.gradients)
     if strategy in SHARDED_PARAMETERS:
         layers = layer_shapes(shape)[::-1]
@@ -167,17 +167,17 @@ def _gathered_bytes(
     strategy: StrategyName,
     activation_checkpointing: Checkpointing,
 ) -> tuple[int, int]:
-    """Returns what all-gathered layers take before backward's blocks, and in them."""
+    """Returns the bytes of all-gathered layers before backward reaches the blocks, and in them."""
     if strategy not in SHARDED_PARAMETERS:
         return 0, 0
     block = sum(rows * columns for rows, columns in block_parameters(shape).values())
     outside = shape.vocab_size * shape.d_model
     num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
     if strategy == "torch_fsdp2":
-        # What is no block is one layer, which stays gathered.
+        # All parameters outside of blocks are one layer, which stays gathered.
         outside = outside * (1 if shape.tied_embeddings else 2) + shape.d_model
     elif activation_checkpointing == "full":
-        # Blocks that have run again are freed only when backward is over.
+        # Recomputed blocks are freed only when backward is over.
         num_blocks = shape.num_layers
     element_bytes = bytes_per_element(precision.parameters)
     return element_bytes * outside, element_bytes * (outside + num_blocks * block)
@@ -186,16 +186,17 @@ def _gathered_bytes(
 def minimum_step_bytes(
     shape: ModelShape, batch: BatchShape, precision: Precision, phase: Phase
 ) -> int:
-    """Returns what weights and Adam's moments occupy, and the larger of logits and gradients.
+    """Returns the bytes of weights, Adam's moments, and the larger of logits and gradients.
 
-    A lower bound, to skip what cannot run: it leaves out whatever an implementation might avoid.
-    From the second step on, weights and moments are always there. Logits are gone when the last
-    gradients appear, and the gradients of the last step when the logits do.
+    This is a lower bound, used to skip cases that cannot run: it leaves out everything that an
+    implementation might avoid. From the second step on, weights and moments always exist. Logits
+    and gradients need not coexist: logits are freed before the last gradients appear, and the
+    gradients of the previous step before the logits appear.
 
     Args:
         shape: The model's dimensions.
-        batch: Sequences of a pass, and their length.
-        precision: dtypes of weights, gradients, state and arithmetic.
+        batch: Sequences per pass, and their length.
+        precision: dtypes of weights, gradients, optimizer state and compute.
         phase: forward, forward-backward or train: which parts of a step run.
     """
     num_parameters = count_parameters(shape).total

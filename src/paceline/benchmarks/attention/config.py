@@ -1,4 +1,4 @@
-"""Attention to measure on its own. Torch-free, because the command line parses with it."""
+"""Configuration of attention benchmarks. Free of torch, because the command line imports it."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ class AttentionSweep:
             raise UsageError("--head-dim must be at least 1")
 
     def cases(self) -> Iterator[AttentionCase]:
-        """Yields every combination; what is compared, the implementations, next to each other."""
+        """Yields every combination; the implementations to compare are adjacent."""
         for dtype, head_dim, context, implementation in itertools.product(
             self.dtype, self.head_dim, self.context, self.implementation
         ):

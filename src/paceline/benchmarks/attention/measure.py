@@ -1,4 +1,4 @@
-"""Attention on its own: time and rate of both passes, and what is kept between them."""
+"""Benchmark of attention by itself: time and rate of both passes, and memory saved for backward."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ def attention_records(sweep: AttentionSweep, on_progress: Progress) -> Iterator[
 
 
 def attention_obstacle(case: AttentionCase, device: torch.device) -> str | None:
-    """Says why a case cannot be measured on a device, or None where it can."""
+    """Returns why a case cannot be measured on a device, or None if it can."""
     if case.implementation == "triton" and device.type != "cuda":
         return f"the Triton kernels need a CUDA device, this is {device.type!r}"
     return None
@@ -58,7 +58,7 @@ def measure_attention(case: AttentionCase, on_progress: Progress) -> dict[str, M
 
 
 def attention_case_fields(case: AttentionCase, location: HardwareLocation) -> dict[str, CaseValue]:
-    """Returns the case of the record."""
+    """Returns the case fields of the record."""
     return {
         "implementation": case.implementation,
         "batch": case.batch.num_sequences,

@@ -1,4 +1,4 @@
-"""Attention over random inputs: both passes, what is kept between them, and the peak."""
+"""Attention over random inputs: both passes, memory saved for backward, and the peak."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from paceline.kernels import attention
 
 
 class AttentionRun:
-    """Random inputs of one head per sequence and the operation over them."""
+    """Random inputs with one head per sequence, and the attention operation over them."""
 
     def __init__(self, case: AttentionCase, device: torch.device) -> None:
         self.device = device
@@ -38,7 +38,7 @@ class AttentionRun:
         torch.autograd.backward(output, self.output_gradient, retain_graph=keep_graph)
 
     def both(self) -> None:
-        """Runs one pass after the other."""
+        """Runs forward, then backward."""
         self.backward(self.forward())
 
     def clear_gradients(self) -> None:
@@ -61,8 +61,8 @@ class AttentionRun:
         }
 
     def saved_bytes(self) -> int:
-        """Returns the bytes that autograd keeps from forward to backward, inputs included."""
-        # They are held until all are counted: a freed one's address would be used again.
+        """Returns the bytes that autograd saves for backward, inputs included."""
+        # Hold them until all are counted: the address of a freed one could be reused.
         held: list[Tensor] = []
 
         def hold(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The time of attention's passes: by stopwatch, or on CUDA by Triton's do_bench.
+"""Time of attention's passes: by stopwatch, or on CUDA by Triton's do_bench.
 
-A pass on a GPU may take less than asking for it does, and the next one finds its inputs in the
-cache. do_bench times on the device and empties its cache in between, so figures agree with those
-that kernels are published with. It measures for a time rather than a number of calls: a first
-call by stopwatch tells how long the case's calls would take.
+A pass on a GPU may take less time than launching it, and the next one finds its inputs in the
+cache. do_bench times on the device and clears its cache in between, so the figures are comparable
+with published kernel benchmarks. It measures for a duration rather than a number of calls: a first
+call by stopwatch estimates the duration of the case's calls.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _NUM_MEASUREMENTS = 3
 
 
 def timer_for(device_type: str) -> Literal["stopwatch", "do_bench"]:
-    """Returns what measures time on a type of device."""
+    """Returns the timer for a type of device."""
     return "do_bench" if device_type == "cuda" else "stopwatch"
 
 
@@ -37,7 +37,7 @@ def time_passes(
 def do_bench_samples(
     run: AttentionRun, case: AttentionCase, on_progress: Progress
 ) -> dict[str, list[float]]:
-    """Times each pass on its own, and both together, a third of the time limit each."""
+    """Times each pass separately, and both together, with a third of the time limit each."""
     samples: dict[str, list[float]] = {}
 
     def measure(name: str, function: Callable[[], object]) -> None:
@@ -49,7 +49,7 @@ def do_bench_samples(
         laps = run.run()
         measure("forward_time_s", run.forward)
         measure("both_time_s", run.both)
-        # Last, so that no other measurement has to share memory with what is kept for this one.
+        # Last, so that the tensors kept for this one take no memory from the other measurements.
         output = run.forward()
         measure("backward_time_s", lambda: run.backward(output, keep_graph=True))
     return samples
@@ -75,10 +75,10 @@ def _do_bench(
 
 @contextlib.contextmanager
 def _graphs_that_can_be_kept(run: AttentionRun, *, compiled: bool) -> Iterator[None]:
-    """Lets a compiled backward run twice over what forward kept.
+    """Lets a compiled backward run repeatedly on the tensors that forward saved.
 
-    Otherwise it overwrites some of it, which torch refuses to combine with keeping the graph. What
-    is measured after, such as memory, finds the operation compiled as usual again.
+    By default it overwrites some of them, and torch refuses to do that while keeping the graph.
+    Later measurements, such as memory, use an operation that is compiled as usual again.
     """
     if not compiled:
         yield

@@ -1,1 +1,1 @@
-"""What this machine reaches: the measurements behind a Calibration."""
+"""Measurements of this machine's speed, the basis of a Calibration."""

@@ -1,9 +1,9 @@
-"""From the parts of a training step to records of what this machine reaches on them.
+"""Measures the parts of a training step on this machine and turns them into records.
 
-Phases: all ranks time their computing together, one part after the other, in rounds, so that what
-slows the machine for a while slows all parts; then what torch's engine takes for a block; then
-collectives by size, and their fit; then what computing and communicating cost each other. With one
-rank there is only the first.
+Phases: all ranks time their compute together, one part after the other, in rounds, so that a
+temporary slowdown of the machine affects all parts; then the overhead of torch's engine per block;
+then collectives by size, with a fit; then the contention between compute and communication. With
+one rank, only the first phase runs.
 """
 
 import random
@@ -101,7 +101,7 @@ def _records_of(
 
 
 def measure_computing(device: torch.device, shapes: ComputeShapes, time_limit_s: float) -> Samples:
-    """Times the parts of a step that compute; all ranks call it together."""
+    """Times the compute parts of a step; all ranks call it together."""
     return _time_probes(make_probes(shapes, device), device, time_limit_s)
 
 
@@ -111,7 +111,7 @@ def measure_engine(device: torch.device, ranks_per_host: int, time_limit_s: floa
 
 
 def _time_probes(probes: list[Probe], device: torch.device, time_limit_s: float) -> Samples:
-    """Runs all probes in rounds until the time is over."""
+    """Runs all probes in rounds until the time limit."""
     samples: Samples = {probe.name: {} for probe in probes}
     for probe in probes:
         probe.run(1)
@@ -135,7 +135,7 @@ def _time_probes(probes: list[Probe], device: torch.device, time_limit_s: float)
 
 
 def _agree_on_repetitions(probe: Probe, device: torch.device) -> int:
-    """Returns how often to run a probe per sample, so that a sample is no blink of an eye."""
+    """Returns the number of runs of a probe per sample, so that a sample is not too short."""
     began = time.perf_counter()
     probe.run(1)
     (seconds,) = reduce_numbers([time.perf_counter() - began], dist.ReduceOp.MAX, device)
@@ -147,7 +147,7 @@ def measure_sizes(
 ) -> dict[int, list[float]]:
     """Times an operation by size, up to the first that takes too long; all ranks call it.
 
-    Sizes are gone through several times: gloo's calls are now and then slow for a while.
+    Passes over the sizes are repeated, because gloo's calls are sometimes slow for a while.
     """
     samples: dict[int, list[float]] = {}
     sizes = list(_SIZES)
@@ -159,7 +159,7 @@ def measure_sizes(
                 size_bytes=size,
                 warmup=1,
                 steps=_REPETITIONS,
-                # What small sizes leave over, the largest may use.
+                # The largest size may use the time that small sizes leave over.
                 time_limit_s=2 * per_size_s,
             )
             times = measure_collective(device, case)

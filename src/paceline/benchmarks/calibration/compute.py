@@ -1,9 +1,9 @@
-"""The parts of a training step that compute, each ready to be timed on its own.
+"""Probes for the compute parts of a training step, each timed separately.
 
-They use memory as a step does: weights and inputs of linear layers are taken in turn from several,
-so that none is still in a cache from the time before, and elementwise results are kept for a while,
-as activations are. A run repeats its part before it waits for the device, so that a GPU's queue is
-full as in training.
+They use memory as a step does. Linear layers rotate through several weights and inputs, so that
+none is still cached from its previous use. Elementwise results are kept for a while, as activations
+are. A run repeats its part before it waits for the device, so that a GPU's queue is as full as in
+training.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from paceline.core.host_memory import physical_memory_bytes
 from paceline.core.units import MIB, format_binary_bytes
 from paceline.kernels.attention.api import attention
 
-# More than what a core keeps close.
+# More than the caches of a core hold.
 _WEIGHTS_BYTES = 32 * MIB
 _MOST_COPIES = 16
 _STREAM_ELEMENTS = 2**18
@@ -34,15 +34,15 @@ _OPTIMIZER_ELEMENTS = 2**20
 
 
 class Probe(NamedTuple):
-    """One part of a step."""
+    """A timed part of a step."""
 
     name: str
     run: Callable[[int], dict[str, float]]
-    """Runs it repeatedly and returns the seconds of one time, or per unit, by name."""
+    """Runs the part this many times and returns the seconds per run, or per unit, by name."""
 
 
 def make_probes(shapes: ComputeShapes, device: torch.device) -> list[Probe]:
-    """Returns a probe of every shape, and those that no shape makes a difference to."""
+    """Returns a probe for every shape, and the probes that do not depend on shapes."""
     _require_room(shapes)
     return [
         *(_linear(shape, device) for shape in shapes.linears),
@@ -110,7 +110,7 @@ def _stream(device: torch.device) -> Probe:
 
 
 def _copy(device: torch.device) -> Probe:
-    """A copy of one large stretch of memory to another."""
+    """A copy between two large blocks of memory."""
     source = torch.randn(_COPY_ELEMENTS, device=device)
     target = torch.empty_like(source)
     # A copy is two passes over the elements.
@@ -118,7 +118,7 @@ def _copy(device: torch.device) -> Probe:
 
 
 def _call(device: torch.device) -> Probe:
-    """A chain of operators on next to nothing, recorded for backward."""
+    """A chain of operators on single elements, recorded for backward."""
     one = torch.zeros(1, device=device, requires_grad=True)
 
     def run(repetitions: int) -> dict[str, float]:
@@ -164,7 +164,7 @@ def _both_passes(forward_s: float, backward_s: float, count: int) -> dict[str, f
 
 
 def _require_room(shapes: ComputeShapes) -> None:
-    """Refuses shapes that would not fit into the machine's memory beside those of other ranks."""
+    """Raises if the shapes of all ranks would not fit into the machine's memory."""
     num_bytes = sum(
         2 * 4 * (linear.tokens * (linear.inputs + linear.outputs) + linear.inputs * linear.outputs)
         for linear in shapes.linears
@@ -178,7 +178,7 @@ def _require_room(shapes: ComputeShapes) -> None:
 
 
 def _several(rows: int, columns: int, device: torch.device) -> list[Tensor]:
-    """Returns equal matrices to take in turn."""
+    """Returns equal matrices to rotate through."""
     first = torch.randn(rows, columns, device=device)
     num_copies = min(_MOST_COPIES, 2 + _WEIGHTS_BYTES // first.nbytes)
     return [first, *(first.clone() for _ in range(num_copies - 1))]

@@ -1,4 +1,4 @@
-"""What to calibrate. Torch-free, because the command line parses with it."""
+"""Configuration of calibration. Free of torch, because the command line imports it."""
 
 import dataclasses
 import itertools
@@ -15,11 +15,11 @@ CALIBRATED_OPERATIONS: tuple[Operation, ...] = (
     "reduce_to_owners",
     "gather_from_owners",
 )
-"""What the strategies that can be predicted send."""
+"""Collectives used by the strategies that can be predicted."""
 
 
 class LinearShape(NamedTuple):
-    """A linear layer on a batch."""
+    """A linear layer applied to a batch."""
 
     tokens: int
     inputs: int
@@ -75,7 +75,7 @@ class CalibrationSweep(RankSweep):
 
     def compute_shapes(self) -> ComputeShapes:
         """Returns the shapes to time, each once."""
-        # Inside, because parsing flags must not load NumPy.
+        # Imported here, because parsing flags must not load NumPy.
         from paceline.accounting.step_work import model_segments
 
         batches = list(self.batches())
@@ -100,10 +100,10 @@ class CalibrationSweep(RankSweep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeCalibration(CalibrationSweep):
-    """The same of models that have no preset."""
+    """A calibration for models without a preset."""
 
     models: tuple[tuple[ModelShape, BatchShape], ...]
-    """Each with the batch of a rank."""
+    """Model shapes, each with the batch of one rank."""
 
     def batches(self) -> Iterator[tuple[ModelShape, BatchShape]]:
         """Yields every model with its batch."""

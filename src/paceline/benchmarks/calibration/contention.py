@@ -1,9 +1,9 @@
-"""What computing and communicating cost each other when they go on at the same time.
+"""Measures how compute and communication slow each other down when they overlap.
 
 Phases, on every rank: matmuls; then messages, one after the other; then messages again, with
-matmuls meanwhile until each has arrived. What computing lost is the time of the third phase that
-its matmuls would not have taken in the first; how much slower messages were is its length over the
-second's.
+matmuls running until each has arrived. The compute time lost is the duration of the third phase
+minus the time that its matmuls take in the first. The slowdown of messages is the duration of the
+third phase over that of the second.
 """
 
 import dataclasses
@@ -24,23 +24,23 @@ from paceline.parallel.reducer.module_checks import resolve_group
 _MESSAGE_BYTES = 4 * MIB
 _MOST_MESSAGES = 300
 # Few and long: after a pause, ranks may share a core for a tenth of a second before the scheduler
-# parts them.
+# separates them.
 _REPETITIONS = 4
-# A matmul takes a quarter of a millisecond of a core: an arrival is noticed when one is over, and
-# what it is noticed late by is taken for a slowdown.
+# A matmul takes a quarter of a millisecond on a core. It must be short: an arrival is noticed only
+# when a matmul is over, and the delay counts as slowdown.
 _MATMUL_WIDTH = 256
 _MATMULS = 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContentionTimes:
-    """What all ranks agree on about one operation."""
+    """Results of one operation, identical on all ranks."""
 
     size_bytes: int
     lost_s_per_byte: list[float]
-    """Seconds that computing loses to each byte that is sent meanwhile, repeatedly."""
+    """Compute seconds lost per byte sent at the same time, one value per repetition."""
     slowdown: list[float]
-    """Time of messages with matmuls meanwhile over their time without, repeatedly."""
+    """Time of messages with concurrent matmuls over their time without, per repetition."""
 
 
 class _Together:
@@ -70,29 +70,29 @@ class _Together:
         self._wait_for_matmuls()
 
     def _wait_for_matmuls(self) -> None:
-        """Waits for this program's stream only: the device would also wait for messages."""
+        """Waits only for the current stream: a device-wide wait would include messages."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def matmul_s(self) -> float:
-        """Returns the seconds of one matmul, with nothing in flight."""
+        """Returns the seconds of one matmul, with no message in flight."""
         began = time.perf_counter()
         for _ in range(_MATMULS):
             self._multiply()
         return (time.perf_counter() - began) / _MATMULS
 
     def messages_s(self, num_messages: int) -> float:
-        """Returns the seconds of messages, one after the other."""
+        """Returns the seconds of `num_messages` messages, one after the other."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(num_messages):
             self._start().wait()
-            # A wait on a GPU only makes its stream wait.
+            # On a GPU, wait() only blocks the stream.
             self._wait_for_matmuls()
         return time.perf_counter() - began
 
     def together_s(self, num_messages: int) -> tuple[float, int]:
-        """Returns the seconds of as many messages with matmuls meanwhile, and their number."""
+        """Returns the seconds of messages with concurrent matmuls, and the number of matmuls."""
         dist.barrier()
         num_matmuls = 0
         began = time.perf_counter()
@@ -109,9 +109,10 @@ class _Together:
 def measure_contention(
     device: torch.device, operation: Operation, undisturbed: CollectiveTimes, time_limit_s: float
 ) -> ContentionTimes:
-    """Measures one operation, all phases together in the time limit; all ranks call it together.
+    """Measures one operation, with all phases in the time limit; all ranks call it together.
 
-    The number of messages is chosen by what one of about that size takes `undisturbed`.
+    The number of messages is derived from `undisturbed`, the times of messages of a similar size
+    without concurrent compute.
     """
     together = _Together(operation, device)
     expected_s = sorted(undisturbed.samples)[len(undisturbed.samples) // 2]

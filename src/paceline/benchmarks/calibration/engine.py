@@ -1,7 +1,7 @@
-"""What torch's engine takes for a block beyond its kernels and its bytes.
+"""Measures the overhead of torch's engine per block, beyond its kernels and messages.
 
-A pass goes through blocks that are so narrow that computing and sending them take next to no time,
-laid over the ranks in several ways. What is left is what every block costs whatever its size:
+A pass runs blocks that are so narrow that their compute and transfers take almost no time, under
+several layouts of the ranks. What remains is the fixed cost of a block:
 
     plain      each rank by itself: modules, launches, autograd
     tensor     matrices split over the tensor ranks: DTensor's dispatch, and the latency of two
@@ -9,8 +9,8 @@ laid over the ranks in several ways. What is left is what every block costs what
     sequence   norms and residuals split as well: twice as many collectives
     shard      parameters sharded over all ranks by FSDP2: its hooks, and the latency of two
                all-gathers and a reduce-scatter
-    pipeline   stages of one block: torch's schedule, and the latency of a message to the next stage
-               and of one to the stage before
+    pipeline   stages of one block: torch's schedule, and the latency of one message to the next
+               stage and one to the previous stage
 """
 
 import math
@@ -40,7 +40,7 @@ _MICRO_BATCHES = 8
 
 
 def engine_layouts(world_size: int, ranks_per_host: int) -> dict[str, ParallelLayout]:
-    """Returns the layouts to time by name; tensor ranks share a host where it has several."""
+    """Returns the layouts to time by name; tensor ranks share a host if it has several."""
     tensor = math.gcd(_MOST_TENSOR_RANKS, ranks_per_host)
     if tensor == 1:
         tensor = math.gcd(_MOST_TENSOR_RANKS, world_size)
@@ -56,7 +56,7 @@ def engine_layouts(world_size: int, ranks_per_host: int) -> dict[str, ParallelLa
 
 
 def engine_probes(device: torch.device, ranks_per_host: int) -> Iterator[Probe]:
-    """Yields a probe of every layout, which all ranks run together."""
+    """Yields a probe for every layout, which all ranks run together."""
     yield Probe("plain", _passes(_model(_NUM_LAYERS, device), device, is_split=False))
     for name, layout in engine_layouts(dist.get_world_size(), ranks_per_host).items():
         groups = MeshGroups(layout, dist.get_rank(), dist.get_world_size(), device)
@@ -64,7 +64,7 @@ def engine_probes(device: torch.device, ranks_per_host: int) -> Iterator[Probe]:
             yield Probe(name, _scheduled(groups))
             continue
         model = _model(_NUM_LAYERS, device)
-        # Gradients are not averaged over tensor ranks' replicas: that is not the tensor axis.
+        # Replicas do not average gradients here: that is not a cost of the tensor axis.
         if groups.tensor is None:
             apply_layout(model, groups)
         else:
@@ -90,7 +90,7 @@ def _model(num_layers: int, device: torch.device) -> TransformerLM:
 def _passes(
     model: TransformerLM, device: torch.device, *, is_split: bool
 ) -> Callable[[int], dict[str, float]]:
-    """Returns what times a forward and backward of one sequence, per block."""
+    """Returns a function that times forward and backward of one sequence, per block."""
     tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device=device)
 
     def run(repetitions: int) -> dict[str, float]:
@@ -106,7 +106,7 @@ def _passes(
 
 
 def _scheduled(groups: MeshGroups) -> Callable[[int], dict[str, float]]:
-    """Returns what times a micro-batch's pass through a stage of one block."""
+    """Returns a function that times a micro-batch's pass through a stage of one block."""
     num_stages = groups.layout.pipeline
     stages = own_stages(_model(num_stages, groups.device), groups, _TOKENS)
     assert groups.pipeline is not None
@@ -127,7 +127,7 @@ def _scheduled(groups: MeshGroups) -> Callable[[int], dict[str, float]]:
             pipeline.forward_and_backward(tokens, tokens)
             for stage in stages.values():
                 stage.zero_grad()
-        # The last stage waits for the first micro-batch, and the first for the last.
+        # Fill and drain: the last stage waits for the first micro-batch, the first for the last.
         return {BLOCK_TIME: watch.lap() / (repetitions * (_MICRO_BATCHES + num_stages - 1))}
 
     return run

@@ -1,4 +1,4 @@
-"""Collectives to measure. Torch-free, because the command line parses with it."""
+"""Configuration of collective benchmarks. Free of torch, because the command line imports it."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""Collectives, timed on every rank.
+"""Times collectives on every rank.
 
-Phases of one case: allocate; run once and check every element of the result; warm up, which
-also tells how many repetitions the time limit allows; repeat; exchange the times once, and take
-the slowest rank's for each repetition. Repetitions of collectives that make all ranks wait for
-each other follow directly on one another, as in nccl-tests; before a broadcast or a reduce,
-whose root may run ahead, the ranks meet in a barrier that is not timed.
+Phases of one case: allocate; run once and check every element of the result; warm up, which also
+determines how many repetitions the time limit allows; repeat; exchange the times once, and take the
+slowest rank's for each repetition. Collectives in which all ranks wait for each other are repeated
+back to back, as in nccl-tests. Before a broadcast or a reduce, whose root may run ahead, the ranks
+synchronize in an untimed barrier.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ _MINIMUM_REPETITIONS = 3
 
 
 class Collective:
-    """One operation on buffers of its own.
+    """One operation with its own buffers.
 
-    Sizes are counted as nccl-tests does: the whole result of an all-gather, the whole input of
-    a reduce-scatter, one rank's buffer otherwise.
+    Sizes are counted as in nccl-tests: the whole result of an all-gather, the whole input of a
+    reduce-scatter, one rank's buffer otherwise.
     """
 
     def __init__(self, operation: Operation, size_bytes: int, device: torch.device) -> None:
@@ -90,8 +90,8 @@ class Collective:
         start_all_gather(self.output, borders, self._group).wait()
 
     def check(self) -> None:
-        """Runs the operation on known values, looks at every element, and zeroes the input."""
-        # Every rank sends every chunk a value of its own, so that a chunk that went astray shows.
+        """Runs the operation on known values, checks every element, and zeroes the input."""
+        # Every rank gives every chunk a different value, so that a misplaced chunk is detected.
         self.input.copy_(self._chunk_numbers(self.input) * (self.rank + 1))
         self.run()
         expected = self._expected()
@@ -107,7 +107,7 @@ class Collective:
         if self.operation in ("reduce_scatter", "reduce_to_owners"):
             return total * own
         if self.operation == "reduce" and self.rank != _ROOT:
-            return None  # What the other ranks find in their buffer is left open.
+            return None  # The buffers of the other ranks are undefined.
         factors: dict[Operation, float] = {
             "all_reduce": total,
             "reduce": total,
@@ -117,7 +117,7 @@ class Collective:
         return self._chunk_numbers(self.output) * factors.get(self.operation, 1.0)
 
     def _chunk_numbers(self, tensor: Tensor) -> Tensor:
-        """Returns, for each element, the number of its chunk, counted from one."""
+        """Returns the chunk number of each element, counted from one."""
         num_chunks = tensor.numel() // self._chunk
         numbers = torch.arange(1.0, num_chunks + 1, device=tensor.device)
         return numbers.repeat_interleave(self._chunk)
@@ -125,10 +125,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveTimes:
-    """What all ranks agree on about one case."""
+    """Results of one case, identical on all ranks."""
 
     size_bytes: int
-    """Bytes really moved: the size of the case in whole elements for each rank."""
+    """Bytes actually moved: the size of the case, rounded to whole elements for each rank."""
     samples: list[float]
     """The slowest rank's seconds of each repetition."""
 
@@ -162,7 +162,7 @@ def all_reduce_self_test(rank: int, _world_size: int) -> list[float]:
     """All-reduces 1 MiB, checks every element, and returns the seconds of five more calls."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     collective = Collective("all_reduce", MIB, device)
-    collective.check()  # Sets the connection up, too.
+    collective.check()  # Also sets up the connection.
     return [time_call(collective, device) for _ in range(5)]
 
 

@@ -1,4 +1,4 @@
-"""From collectives to records, on ranks that are there already or are started for it."""
+"""Turns measured collectives into records, on the launcher's ranks or on ranks started here."""
 
 import collections
 import functools
@@ -16,7 +16,7 @@ from paceline.core.collectives import Operation
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.links import find_link
 
-# What a run may take beyond measuring: starting ranks, allocating, checking.
+# Time allowed beyond measuring: starting ranks, allocating, checking.
 _GRACE_S = 60.0
 
 Samples: TypeAlias = dict[Operation, dict[int, list[float]]]
@@ -30,7 +30,7 @@ def collective_records(sweep: CollectiveSweep) -> Iterator[Record]:
         flag="--world-sizes",
         device=sweep.device,
         timeout_s=sweep.timeout_s,
-        # Longer than a collective may take, so that a stuck one is named by the rank that waits.
+        # Longer than a collective's timeout, so that the waiting rank reports a stuck one.
         run_timeout_s=sweep.timeout_s + 2 * sweep.time_limit_s + _GRACE_S,
     )
     for ranks in groups:
@@ -67,7 +67,7 @@ def _numbers(case: CollectiveCase, times: CollectiveTimes, world_size: int) -> N
 def fit_records(
     operation: Operation, samples: dict[int, list[float]], topology: dict[str, CaseValue]
 ) -> Iterator[Record]:
-    """Yields latency and bandwidth of an operation, for each run of sizes that has its own."""
+    """Yields latency and bandwidth of an operation, for each fitted range of sizes."""
     fit = fit_collective(samples)
     largest = max(samples)
     world_size = int(str(topology["world_size"]))

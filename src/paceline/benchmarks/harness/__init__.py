@@ -1,1 +1,1 @@
-"""How anything is measured: timers, memory, devices, isolation, ranks."""
+"""Shared parts of all measurements: timers, memory, devices, isolation, ranks."""

@@ -1,4 +1,4 @@
-"""What all sweeps and their cases share. Torch-free, because the command line parses with it."""
+"""Configuration shared by all sweeps and cases. Free of torch, for use by the command line."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ Compilation = Literal["none", "blocks", "whole"]
 def listed(
     names: Iterable[str], parse: Callable[[str], str] = str
 ) -> tyro.constructors.PrimitiveConstructorSpec[str]:
-    """Returns how to parse a name that the help lists; others are refused where it is used."""
+    """Returns a parser for names that the help lists; other names are rejected where used."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=f"{{{','.join(names)}}}",
@@ -30,14 +30,14 @@ def listed(
 
 
 ModelName = Annotated[str, listed(preset_names(), preset_spelling)]
-"""A preset's name; a misspelt one gets a suggestion, which a choice of the parser would not."""
+"""A preset's name; a misspelt one gets a suggestion, which fixed choices would not give."""
 StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
-"""A strategy's name, with a suggestion as well: zero2 is sharded."""
+"""A strategy's name, also with suggestions; zero2 means sharded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedCase:
-    """A case that is timed in a process of its own."""
+    """A case that is timed in a separate process."""
 
     device: DeviceName
     warmup: int
@@ -104,7 +104,7 @@ class ShapeOverrides:
     """Reuse the embedding's weights in the output layer."""
 
     def apply(self, name: str) -> tuple[str, ModelShape]:
-        """Returns the preset as it is, or under the name custom with what was replaced."""
+        """Returns the unchanged preset, or the modified shape under the name custom."""
         replaced = {
             field: value
             for field, value in dataclasses.asdict(self).items()

@@ -1,4 +1,4 @@
-"""What torch knows of this machine: devices, backends and links."""
+"""Devices, communication backends and links of this machine, as reported by torch."""
 
 import itertools
 
@@ -16,7 +16,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turns auto, cpu or cuda into a device; a missing one is an error."""
+    """Returns the device named auto, cpu or cuda; raises if it is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -34,7 +34,7 @@ def current_environment() -> Environment:
 
 
 def peer_links() -> list[str]:
-    """Returns the pairs of accelerators that reach each other's memory directly."""
+    """Returns the pairs of accelerators with direct access to each other's memory."""
     return [
         f"cuda:{first} <-> cuda:{second} peer access"
         for first, second in itertools.combinations(range(torch.cuda.device_count()), 2)

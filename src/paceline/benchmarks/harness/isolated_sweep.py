@@ -1,4 +1,4 @@
-"""From cases to records: what cannot run or fit is skipped, the rest runs in isolation."""
+"""Turns cases into records: skips what cannot run or fit, and runs the rest in isolation."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,26 +22,26 @@ from paceline.records.schema import Outcome
 
 Case = TypeVar("Case", bound=TimedCase)
 
-# Starting a process, compiling, and the one step that is over the limit when it is noticed.
+# Time to start a process, to compile, and to finish the step that exceeds the limit.
 _GRACE_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject(Generic[Case]):
-    """What a sweep needs to know of the kind of case it runs."""
+    """The functions that a sweep needs for one kind of case."""
 
     kind: str
     measure: Callable[[Case, Progress], Mapping[str, Metric]]
     case_fields: Callable[[Case, HardwareLocation], dict[str, CaseValue]]
     minimum_bytes: Callable[[Case], int]
     obstacle: Callable[[Case, torch.device], str | None] = lambda _case, _device: None
-    """Why a case cannot run on a device, whatever its size; by default nothing is in the way."""
+    """Returns why a case of any size cannot run on a device; by default None: every case can."""
 
 
 def isolated_records(
     subject: Subject[Case], cases: Iterable[Case], limits: RunLimits, on_progress: Progress
 ) -> Iterator[Record]:
-    """Measures every case; a failure is a record, not the end."""
+    """Measures every case; a failure becomes a record and does not end the sweep."""
     for case in cases:
         device = resolve_device(case.device)
         usable = usable_memory_bytes(device)

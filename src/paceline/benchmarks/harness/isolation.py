@@ -1,8 +1,8 @@
-"""Each case in a process of its own, with a memory limit and a time limit.
+"""Runs each case in a separate process, with a memory limit and a time limit.
 
-Linux answers memory exhaustion with SIGKILL: a case that may run out must not take the
-sweep with it. A fresh process also means that no case inherits another's caches, compiled
-code or peak. The child's stdout is its stderr, so that only records reach ours.
+Linux answers memory exhaustion with SIGKILL: a case that runs out of memory must not kill the
+sweep. In a fresh process, no case inherits another's caches, compiled code or peak memory. The
+child's stdout is redirected to its stderr, so that only records reach the parent's stdout.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IsolatedRun(Generic[Result]):
-    """What became of a case: its result, or why there is none."""
+    """The outcome of a case: its result, or the reason why there is none."""
 
     outcome: Literal["ok", "out_of_memory", "failed", "timeout"]
     result: Result | None = None
@@ -43,8 +43,8 @@ def run_isolated(
 ) -> IsolatedRun[Result]:
     """Runs ``function(argument, on_progress)`` in a child process.
 
-    `memory_limit_bytes` bounds the child's own data, as the kernel counts it; None leaves it
-    unbounded, as for a case whose memory is on a device.
+    `memory_limit_bytes` limits the child's data segment, as the kernel counts it. None sets no
+    limit, for a case whose memory is on a device.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -114,7 +114,7 @@ def _child_main(
         message = ("ok", function(argument, report_progress), None)
     except BaseException as error:
         message = _failure(error)
-    sys.stdout.flush()  # Whoever has the result may end this process at once.
+    sys.stdout.flush()  # The parent may kill this process once it has the result.
     connection.send(("end", *message))
     connection.close()
 

@@ -1,8 +1,7 @@
 """Timing: warm-up, a stopwatch that waits for the device, and the sampling loop.
 
-A GPU runs behind the program that feeds it: without waiting for it, a timer measures how
-long asking takes. Warm-up keeps one-time work (allocation, kernel selection, compilation)
-out of the samples.
+A GPU runs asynchronously: without waiting for it, a timer measures only the launches. Warm-up keeps
+one-time work (allocation, kernel selection, compilation) out of the samples.
 """
 
 import time
@@ -21,7 +20,7 @@ Progress = Callable[[int, int], None]
 
 
 class Stopwatch:
-    """Laps that begin and end only when the device is idle."""
+    """Measures laps that begin and end only when the device is idle."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +28,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self) -> float:
-        """Returns the seconds since the watch was made or the last lap was taken."""
+        """Returns the seconds since the last lap, or since the stopwatch was created."""
         synchronize(self._device)
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
@@ -39,9 +38,9 @@ class Stopwatch:
 def sample(
     run: Callable[[], Mapping[str, float]], case: TimedCase, on_progress: Progress
 ) -> dict[str, list[float]]:
-    """Runs `warmup` times unmeasured, then up to `steps` times, and gathers the laps.
+    """Runs `warmup` times unmeasured, then up to `steps` times, and returns the laps by name.
 
-    Once `time_limit_s` has passed, warm-up ends, and so does measuring after at least one sample.
+    After `time_limit_s`, warm-up ends, and measuring ends after at least one sample.
     """
     deadline = time.monotonic() + case.time_limit_s
     total = case.warmup + case.steps
@@ -63,8 +62,8 @@ def sample(
 def ratio_metric(subject: Sequence[float], baseline: Sequence[float]) -> Metric:
     """Returns the ratio of two medians, with a bootstrap interval over paired rounds.
 
-    The samples of one round were taken one after the other, so they are drawn together:
-    what slowed both is not mistaken for a difference.
+    The samples of one round were taken one after the other, so they are drawn together: a slowdown
+    of both is not mistaken for a difference.
     """
     pairs = np.array([subject, baseline])
     num_rounds = pairs.shape[1]

@@ -1,10 +1,9 @@
-"""How much memory a step takes, and how much there is.
+"""Measures the peak memory of a step.
 
-Three points, as the hand-outs ask: after the model is made, before the optimizer steps, and
-after. They are taken in a later step, when the optimizer's state exists: the first step
-alone hides it behind the activations. On CUDA the allocator keeps the peak; on a CPU the
-profiler's allocation events give it, and the kernel's own count of resident pages stands
-beside.
+The hand-outs require three points: after the model is built, before the optimizer step, and after
+it. They are taken in a later step, when the optimizer's state exists: in the first step,
+activations hide it. On CUDA the allocator tracks the peak. On a CPU it is computed from the
+profiler's allocation events; the kernel's count of resident pages is reported separately.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ from paceline.traces.memory.peak import peak_allocations
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns what the tensors occupy, shared storage counted once."""
+    """Returns the bytes that the tensors occupy, shared storage counted once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
     }
@@ -29,9 +28,9 @@ def step_peaks(
     resident_tensors: Iterable[Tensor],
     phases: dict[str, Callable[[], None]],
 ) -> dict[str, int]:
-    """Runs the phases of one step in their order and returns the peak bytes of each.
+    """Runs the phases of one step in order and returns the peak bytes of each.
 
-    `resident_tensors` is what exists before the step and is not released by it.
+    `resident_tensors` exist before the step, and the step does not release them.
     """
     if device.type != "cuda":
         resident = storage_bytes(resident_tensors)

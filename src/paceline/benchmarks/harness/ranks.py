@@ -1,4 +1,4 @@
-"""Ranks to measure on: those that a launcher has started, or some that are started for it."""
+"""Ranks to measure on: those that a launcher has started, or ranks started here."""
 
 import dataclasses
 import os
@@ -20,32 +20,32 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuringRanks:
-    """A group of ranks, seen from the process that makes records."""
+    """A group of ranks, as seen by a process that creates records."""
 
     world_size: int
     is_first: bool
     """Whether this process is the one that yields records."""
     survives_failure: bool
-    """Whether the next run finds ranks in order after one that failed."""
+    """Whether the ranks can be used again after a failed run."""
     topology: dict[str, CaseValue]
-    """What a record's case says of the group."""
+    """Fields that describe the group in a record's case."""
     run: Callable[..., Any]
     """Runs ``function(device, *arguments)`` on every rank and returns the first rank's result.
 
     Under a launcher every rank has called this; elsewhere functions and arguments are pickled."""
 
     def on_first(self, records: Iterable[Record]) -> Iterator[Record]:
-        """Measures records on every rank, and yields them on the first."""
+        """Measures records on every rank, and yields them only on the first."""
         return (record for record in records if self.is_first)
 
     def attempt(self, measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """Returns what runs on the ranks come to, or None and why there is nothing."""
+        """Returns the result of runs on the ranks, or None and the reason for the failure."""
         try:
             return measure(), None
         except PacelineError as error:
             if not self.survives_failure:
                 raise
-            # What a rank said last, without the traceback before it.
+            # The last line of a rank's error, without the traceback before it.
             return None, str(error).strip().rpartition("\n")[2]
 
 
@@ -58,11 +58,11 @@ def measuring_ranks(
     timeout_s: float,
     run_timeout_s: float,
 ) -> Iterator[MeasuringRanks]:
-    """Yields the launcher's ranks, or one group after the other of the sizes that are asked for.
+    """Yields the launcher's ranks, or starts and yields one group of ranks per world size.
 
-    `world_sizes` come from `flag` and must be empty under a launcher; `default` stands in for them
-    elsewhere. A collective without progress is an error after `timeout_s`, a run on ranks that are
-    started here after `run_timeout_s`.
+    `world_sizes` come from `flag` and must be empty under a launcher; elsewhere they default to
+    `default`. A collective without progress is an error after `timeout_s`; a run on ranks started
+    here is an error after `run_timeout_s`.
     """
     if is_launched(os.environ):
         if world_sizes:
@@ -71,7 +71,7 @@ def measuring_ranks(
             yield MeasuringRanks(
                 world_size=session.world_size,
                 is_first=session.rank == 0,
-                # A collective that failed on one rank has left the others in an unknown state.
+                # A collective that failed on one rank leaves the others in an unknown state.
                 survives_failure=False,
                 topology={
                     "world_size": session.world_size,
@@ -113,7 +113,7 @@ def measuring_ranks(
 
 
 def sweep_ranks(sweep: RankSweep, *, grace_s: float) -> Iterator[MeasuringRanks]:
-    """Yields the one group of ranks of a sweep: two, if nothing else is asked for."""
+    """Yields the single group of ranks of a sweep; by default two ranks."""
     return measuring_ranks(
         world_sizes=() if sweep.world_size is None else (sweep.world_size,),
         default=(2,),

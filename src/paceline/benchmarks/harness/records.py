@@ -1,4 +1,4 @@
-"""Records of what was measured or predicted here."""
+"""Creates records of measurements and predictions on this machine."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from paceline.records.kinds import PREDICTION, PREDICTS
 from paceline.records.schema import Outcome
 
 Numbers = Mapping[str, Metric | float | Sequence[float]]
-"""Metrics by name: complete, as one number, or as samples."""
+"""Metrics by name: complete, as a single number, or as samples."""
 
 
 def measured(
@@ -20,7 +20,7 @@ def measured(
     reason: str | None = None,
     warnings: Sequence[str] = (),
 ) -> Record:
-    """Returns what came out of a case on this machine."""
+    """Returns a record of the results of a case on this machine."""
     return Record(
         kind=kind,
         case=dict(case),
@@ -33,7 +33,7 @@ def measured(
 
 
 def predicted(kind: str, case: Mapping[str, CaseValue], numbers: Numbers) -> Record:
-    """Returns what is expected of a case of that kind."""
+    """Returns a record of the predictions for a case of that kind."""
     return measured(PREDICTION, {PREDICTS: kind, **case}, numbers)
 
 

@@ -1,8 +1,7 @@
-"""Steps of several subjects, measured in turn on the same ranks.
+"""Steps of several subjects, interleaved on the same ranks.
 
-In every round each subject takes one step, in an order drawn anew for each round, so that what
-slows the machine slows all of them. What a rank has built stays on it between the calls that the
-ranks are sent.
+In every round each subject takes one step, in a new random order, so that a slowdown of the machine
+affects all of them. The objects that a rank builds stay on it between calls.
 """
 
 import abc
@@ -20,10 +19,10 @@ from paceline.parallel.ranks.collectives import reduce_numbers
 
 
 class Step(Protocol):
-    """A step that is ready to be run again and again."""
+    """A step that can be run repeatedly."""
 
     def run(self) -> dict[str, float]:
-        """Runs it on this rank, and returns its seconds by name."""
+        """Runs the step on this rank, and returns its seconds by name."""
         ...
 
 
@@ -31,8 +30,8 @@ class Turns(abc.ABC):
     """All subjects of one case on one rank.
 
     Args:
-        steps: One of every subject.
-        device: Where this rank computes.
+        steps: One step for every subject.
+        device: The device that this rank computes on.
     """
 
     def __init__(self, steps: Sequence[Step], device: torch.device) -> None:
@@ -42,7 +41,7 @@ class Turns(abc.ABC):
         self.samples: list[dict[str, list[float]]] = [{} for _ in steps]
 
     def run_round(self, *, measured: bool) -> float:
-        """Lets every subject take one step; returns the slowest rank's seconds for all."""
+        """Runs one step of every subject; returns the slowest rank's seconds for all."""
         began = time.perf_counter()
         order = list(range(len(self._turns)))
         random.Random(self._num_rounds).shuffle(order)  # The same on all ranks.
@@ -55,43 +54,43 @@ class Turns(abc.ABC):
         return self.largest([time.perf_counter() - began])[0]
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Returns the slowest rank's seconds, or the fullest rank's bytes."""
+        """Returns the maximum of each value over all ranks."""
         return reduce_numbers(values, dist.ReduceOp.MAX, self.device)
 
     @abc.abstractmethod
     def results(self) -> list[Any]:
-        """Joins what the ranks have measured of every subject; all ranks call it."""
+        """Combines the ranks' measurements of every subject; all ranks call it."""
 
 
-# One case at a time lives on a rank.
+# A rank holds one case at a time.
 _held: list[Turns] = []
 
 
 def hold(make: Callable[[], Turns]) -> None:
-    """Builds a case on this rank, after it has let go of the one before."""
+    """Builds a case on this rank, after releasing the previous one."""
     _held.clear()
     _held.append(make())
 
 
 def held() -> Turns:
-    """Returns what this rank holds."""
+    """Returns the case that this rank holds."""
     return _held[0]
 
 
 def run_round(_device: torch.device, measured: bool) -> float:
-    """Runs one round of what this rank holds."""
+    """Runs one round of the case that this rank holds."""
     return held().run_round(measured=measured)
 
 
 def collect(_device: torch.device) -> list[Any]:
-    """Lets go of what this rank holds, and returns its results."""
+    """Releases the case that this rank holds, and returns its results."""
     results = held().results()
     _held.clear()
     return results
 
 
 def warm_up(ranks: MeasuringRanks, warmup: int, rounds: int, on_progress: Progress) -> None:
-    """Runs the rounds that are not measured."""
+    """Runs the unmeasured rounds."""
     for completed in range(warmup):
         ranks.run(run_round, False)
         on_progress(completed + 1, warmup + rounds)
@@ -100,9 +99,9 @@ def warm_up(ranks: MeasuringRanks, warmup: int, rounds: int, on_progress: Progre
 def measure_rounds(
     ranks: MeasuringRanks, warmup: int, rounds: int, time_limit_s: float, on_progress: Progress
 ) -> list[Any]:
-    """Runs all rounds of what the ranks hold, or fewer if they take too long; returns results."""
+    """Runs all rounds of the held case, or fewer if the time limit is reached; returns results."""
     warm_up(ranks, warmup, rounds, on_progress)
-    # Every rank adds up the same times, the slowest one's, so that all stop after the same round.
+    # Every rank adds up the slowest rank's times, so that all stop after the same round.
     elapsed_s = 0.0
     for completed in range(rounds):
         elapsed_s += ranks.run(run_round, True)

@@ -1,8 +1,8 @@
-"""What the compiler makes of the attention kernels, for GPUs that need not be there.
+"""Compiles the attention kernels ahead of time, for GPUs that need not be present.
 
-Triton compiles ahead of time for any architecture. The result tells how many registers and how
-much shared memory a kernel takes, whether anything spills to memory, and whether matmuls use
-the matrix units. It does not tell how fast it is; beside it stands what arithmetic says at most.
+Triton compiles ahead of time for any architecture. The result shows how many registers and how much
+shared memory a kernel takes, whether registers spill to memory, and whether matmuls use the matrix
+units. It does not show how fast the kernel is; a computed upper bound is recorded with it.
 """
 
 import concurrent.futures
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 KERNELS: tuple[AttentionKernel, ...] = ("forward", "delta", "key_value_gradient", "query_gradient")
 WORK_LENGTH = 4096
-"""The length for which work is counted; ragged kernels are compiled for one key more."""
+"""Sequence length for which work is counted; ragged kernels are compiled for one token more."""
 _TIMEOUT_S = 600.0
 _NUM_KV_HEADS = 2
 
-# By architecture: Triton's backend, what it calls the target, and the threads of a warp.
+# By architecture: Triton's backend, its name for the target, and the threads per warp.
 _TARGETS: dict[Architecture, tuple[Literal["cuda", "hip"], int | str, int]] = {
     "sm80": ("cuda", 80, 32),
     "sm86": ("cuda", 86, 32),
@@ -47,7 +47,7 @@ _TARGETS: dict[Architecture, tuple[Literal["cuda", "hip"], int | str, int]] = {
     "sm100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-# Each architecture's own; sm90 and sm100 also have sm80's, at a fraction of the speed.
+# The native ones; sm90 and sm100 also support sm80's, at a fraction of the speed.
 _MATRIX_INSTRUCTIONS: dict[Architecture, str] = {
     "sm80": r"\bmma\.sync\.",
     "sm86": r"\bmma\.sync\.",
@@ -58,7 +58,7 @@ _MATRIX_INSTRUCTIONS: dict[Architecture, str] = {
 
 
 def kernel_records(sweep: KernelSweep, on_progress: Progress) -> Iterator[Record]:
-    """Compiles every case, as many at a time as there are cores; a failure is a record."""
+    """Compiles every case, as many at a time as there are cores; a failure becomes a record."""
     try:
         import triton
     except ImportError:
@@ -74,7 +74,7 @@ def kernel_records(sweep: KernelSweep, on_progress: Progress) -> Iterator[Record
 
 @contextlib.contextmanager
 def _without_interpreter() -> Iterator[None]:
-    """Lets children compile: a process that debugs kernels may have chosen the interpreter."""
+    """Lets child processes compile, even if TRITON_INTERPRET is set to debug kernels."""
     chosen = os.environ.pop("TRITON_INTERPRET", None)
     try:
         yield
@@ -112,7 +112,7 @@ def _ceiling(
     blocks: Mapping[str, int | None],
     compiled: Mapping[str, float],
 ) -> dict[str, float]:
-    """Returns what arithmetic says of the compiled kernel: a bound, nothing measured."""
+    """Returns bounds for the compiled kernel, computed rather than measured."""
     multiprocessor = find_multiprocessor(case.architecture)
     device = find_device(multiprocessor.device)
     peak = device.peak(case.dtype).value
@@ -141,7 +141,7 @@ def _ceiling(
 
 
 def compile_kernels(case: KernelCase, _on_progress: Progress) -> dict[str, dict[str, float]]:
-    """Compiles all kernels of one case in this process and reads what they take."""
+    """Compiles all kernels of one case in this process and returns their resource use."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -184,7 +184,7 @@ def _launches(case: KernelCase) -> "dict[str, KernelLaunch]":
 
 
 def _resources(asm: Mapping[str, Any]) -> dict[str, float]:
-    """Returns registers of a thread, and bytes of its memory that stand in for registers."""
+    """Returns the registers of a thread, and the bytes that it spills to memory."""
     if "cubin" in asm:
         return _nvidia_resources(asm["cubin"])
     values = dict(re.findall(r"^\s+(?:- )?\.(\w+): +(\d+)$", asm["amdgcn"], re.MULTILINE))

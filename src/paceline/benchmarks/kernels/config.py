@@ -1,4 +1,4 @@
-"""Which kernels to compile ahead of time, and for what. Torch-free, as the command line needs."""
+"""Configuration of kernel compilation. Free of torch, because the command line imports it."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ _LARGEST_HEAD_DIM = 256
 
 
 class KernelCase(NamedTuple):
-    """One configuration, of which all kernels of attention are compiled."""
+    """One configuration, for which all attention kernels are compiled."""
 
     architecture: Architecture
     dtype: PrecisionName

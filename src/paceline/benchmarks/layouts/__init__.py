@@ -1,1 +1,1 @@
-"""Training steps under layouts of several axes, and the lanes of their pipelines."""
+"""Training steps under layouts of several axes, and the timelines of their pipelines."""

@@ -1,4 +1,4 @@
-"""Layouts to measure in turn. Torch-free, because the command line parses with it."""
+"""Configuration of layout benchmarks. Free of torch, because the command line imports it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ class LayoutCase:
     model: str
     shape: ModelShape
     batch_size: int
-    """Sequences of a step, over all ranks."""
+    """Sequences per step, over all ranks."""
     context_length: int
     layouts: tuple[WrittenLayout, ...]
     warmup: int
     rounds: int
 
     def num_micro_batches(self, written: WrittenLayout) -> int:
-        """Returns the passes of a data-parallel rank in a step."""
+        """Returns the number of micro-batches of a data-parallel rank per step."""
         return written.num_micro_batches(self.batch_size)
 
 

@@ -1,8 +1,8 @@
-"""Layouts as they are written in a word: ``pipeline=2,interleave=2,shard=2``.
+"""Layouts written as text: ``pipeline=2,interleave=2,shard=2``.
 
-Axes are named as in `ParallelLayout`; what is not named is 1. ``shard`` shards parameters unless
-``zero`` says which stage; ``sp=1`` is sequence parallelism, ``zb=1`` a zero-bubble schedule. A
-batch is cut by ``micro``, the sequences of one micro-batch.
+Axes are named as in `ParallelLayout`; omitted axes are 1. ``shard`` shards parameters unless
+``zero`` selects another stage; ``sp=1`` is sequence parallelism, ``zb=1`` a zero-bubble schedule.
+``micro`` is the number of sequences per micro-batch.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ _KNOWN = (*_AXES, "interleave", "zero", "micro", "sp", "zb")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenLayout:
-    """A layout and the micro-batch that it is to run with."""
+    """A layout and the size of its micro-batches."""
 
     layout: ParallelLayout
     micro_batch: int
-    """Sequences of one forward pass."""
+    """Sequences per forward pass."""
     zero_bubble: bool = False
-    """Whether a pipeline computes gradients of weights where it would wait, instead of 1F1B."""
+    """Whether a pipeline fills its waits with weight gradients, instead of running 1F1B."""
 
     @property
     def text(self) -> str:
-        """The layout in a word, without what is 1."""
+        """The layout as text, without axes of size 1."""
         layout = self.layout
         numbers = {axis: getattr(layout, axis) for axis in _AXES}
         numbers["interleave"] = layout.pipeline_interleave
@@ -38,15 +38,15 @@ class WrittenLayout:
         return ",".join([*words, f"micro={self.micro_batch}"])
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """Returns the passes of a data-parallel rank in a step of so many sequences."""
+        """Returns the number of micro-batches of a data-parallel rank per step."""
         return batch_size // (self.layout.data_parallel * self.micro_batch)
 
 
 def parse_layout(text: str) -> WrittenLayout:
-    """Reads a layout in a word; a mistake names it.
+    """Parses a layout from text; an error names the invalid part.
 
     Args:
-        text: Such as ``pipeline=2,micro=1``.
+        text: A layout such as ``pipeline=2,micro=1``.
     """
     numbers: dict[str, int] = {}
     for word in filter(None, text.split(",")):

@@ -1,7 +1,7 @@
-"""Training steps under several layouts, measured in turn on the same ranks.
+"""Training steps under several layouts, interleaved on the same ranks.
 
-Every layout gets a model of its own, from the same seed, and the same global batch. A step's time
-is that of the slowest rank, its memory that of the fullest.
+Every layout gets its own model, from the same seed, and the same global batch. A step's time is
+that of the slowest rank, its memory that of the fullest.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from paceline.benchmarks.layouts.step import LayoutStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """What all ranks agree on about one layout."""
+    """Results of one layout, identical on all ranks."""
 
     samples: dict[str, list[float]]
     peak_bytes: int
@@ -26,7 +26,7 @@ class LayoutComparison(Turns):
 
     Args:
         case: The model, the batch and the layouts.
-        device: Where this rank computes.
+        device: The device that this rank computes on.
     """
 
     def __init__(self, case: LayoutCase, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class LayoutComparison(Turns):
         super().__init__(self._steps, device)
 
     def results(self) -> list[LayoutResult]:
-        """Takes the memory, and joins what the ranks have measured."""
+        """Measures memory, and combines the measurements of all ranks."""
         return [
             LayoutResult(
                 samples={name: self.largest(values) for name, values in samples.items()},

@@ -1,9 +1,9 @@
-"""Where the steps of layouts go, traced in turn on the same ranks.
+"""Traces the steps of several layouts, interleaved on the same ranks.
 
 Phases: all layouts are prepared and warmed up as for a measurement. Then one trace records some
-rounds of all of them. The first rank analyses it: of each layout, how long its ranks computed and
-how long they only communicated; of each with a pipeline, how long its stages stood still in every
-step, and in detail the step of the median duration, to be drawn.
+rounds of all of them. The first rank analyses it. For each layout it computes how long the ranks
+computed and how long they only communicated. For each layout with a pipeline it computes how long
+the stages were idle in every step, and keeps the step of median duration in detail, to plot it.
 """
 
 import pathlib
@@ -32,8 +32,8 @@ def trace_layouts(sweep: LayoutSweep, trace: pathlib.Path, on_progress: Progress
 
     Args:
         sweep: One model, and its layouts.
-        trace: The file to write, which all ranks must see.
-        on_progress: Told the rounds that are done.
+        trace: The file to write, which must be accessible to all ranks.
+        on_progress: Called with the number of completed rounds.
     """
     cases = list(sweep.cases())
     if len(cases) != 1:
@@ -51,7 +51,7 @@ def trace_layouts(sweep: LayoutSweep, trace: pathlib.Path, on_progress: Progress
 
 
 def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> None:
-    """Runs some rounds of what was prepared, and records them on every rank."""
+    """Runs some rounds of the prepared case, and traces them on every rank."""
     with record_ranks(trace, device):
         for _ in range(num_rounds):
             held().run_round(measured=False)
@@ -76,7 +76,7 @@ def _records(case: LayoutCase, ranks: MeasuringRanks, trace: pathlib.Path) -> It
 
 
 def _shares(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:
-    """Returns of every step of a layout where the mean rank spent it, in seconds."""
+    """Returns the parts of each step of a layout, in seconds, averaged over ranks."""
     by_rank: dict[int, list[StepOverlap]] = {}
     for step in steps:
         by_rank.setdefault(step.rank, []).append(step)

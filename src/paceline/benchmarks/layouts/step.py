@@ -25,12 +25,12 @@ _LEARNING_RATE = 1e-4
 
 
 class LayoutStep:
-    """What this rank has of a model under a layout, with its batch and its optimizer.
+    """This rank's part of a model under a layout, with its batch and its optimizer.
 
     Args:
         case: The model and the batch.
         written: The layout.
-        device: Where this rank computes.
+        device: The device that this rank computes on.
     """
 
     def __init__(self, case: LayoutCase, written: WrittenLayout, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class LayoutStep:
         self._device = device
         self._groups = MeshGroups(layout, dist.get_rank(), dist.get_world_size(), device)
         self._num_passes = case.num_micro_batches(written)
-        # The ranks' average divides by their number.
+        # Averaging over ranks divides by their number; the scale compensates for it.
         num_tokens = case.batch_size * case.context_length
         self._loss_scale = self._groups.gradient_ranks / num_tokens
         self._range = step_range(written.text)
@@ -60,7 +60,7 @@ class LayoutStep:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), _LEARNING_RATE, fused=True)
 
     def _batch(self, case: LayoutCase) -> tuple[Tensor, Tensor]:
-        """Returns this rank's sequences, or its tokens of them."""
+        """Returns this rank's sequences or, with context parallelism, its tokens of them."""
         groups = self._groups
         torch.manual_seed(groups.data_rank + 1)
         size = (case.batch_size // groups.data_ranks, case.context_length + 1)
@@ -72,7 +72,7 @@ class LayoutStep:
         return tokens.contiguous(), targets.contiguous()
 
     def run(self) -> dict[str, float]:
-        """Runs one step on this rank and returns its seconds; the ranks begin together."""
+        """Runs one step on this rank and returns its seconds; the ranks start together."""
         dist.barrier()
         synchronize(self._device)
         with named_range(self._range):
@@ -84,7 +84,7 @@ class LayoutStep:
         return {STEP: seconds_between(began, ended)}
 
     def forward_and_backward(self) -> None:
-        """Leaves averaged gradients."""
+        """Runs all passes of a step and leaves averaged gradients."""
         with vocabulary_parallel(self._groups.tensor is not None):
             if self._pipeline is not None:
                 self._pipeline.forward_and_backward(self._tokens, self._targets)
@@ -119,7 +119,7 @@ class LayoutStep:
             self._optimizer.zero_grad(set_to_none=True)
 
     def peak_bytes(self) -> int:
-        """Runs one more step and returns what this rank holds at its peak."""
+        """Runs one more step and returns this rank's peak memory."""
         state = [
             value
             for values in self._optimizer.state.values()

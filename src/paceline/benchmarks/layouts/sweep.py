@@ -1,4 +1,4 @@
-"""From training steps under several layouts to records."""
+"""Turns training steps under several layouts into records."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import model_case_fields
 
 GRACE_S = 600.0
-"""What building the models and the first steps may take."""
+"""Seconds allowed for building the models and the first steps."""
 
 
 def layout_records(sweep: LayoutSweep, on_progress: Progress) -> Iterator[Record]:
@@ -32,7 +32,7 @@ def layout_records(sweep: LayoutSweep, on_progress: Progress) -> Iterator[Record
 
 
 def layout_ranks(sweep: LayoutSweep, case: LayoutCase) -> Iterator[MeasuringRanks]:
-    """Yields the launcher's ranks, or as many as the layouts have."""
+    """Yields the launcher's ranks, or starts as many as the layouts have."""
     if not is_launched(os.environ):
         sweep = dataclasses.replace(sweep, world_size=case.layouts[0].layout.world_size)
     return sweep_ranks(sweep, grace_s=GRACE_S)
@@ -76,7 +76,7 @@ def _numbers(case: LayoutCase, result: LayoutResult, baseline: LayoutResult) -> 
 def layout_case_fields(
     case: LayoutCase, written: WrittenLayout, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
-    """Returns what the case of a record says of a step under a layout."""
+    """Returns the case fields of the record of a step under a layout."""
     batch = BatchShape(num_sequences=written.micro_batch, context_length=case.context_length)
     device = str(ranks.topology["device"])
     return {

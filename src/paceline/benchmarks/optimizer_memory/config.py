@@ -1,4 +1,4 @@
-"""Optimizers to measure the memory of. Torch-free, because the command line parses with it."""
+"""Configuration of optimizer memory benchmarks. Free of torch, for use by the command line."""
 
 import dataclasses
 from collections.abc import Iterator

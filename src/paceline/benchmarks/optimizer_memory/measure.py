@@ -1,20 +1,20 @@
-"""The memory of a training step by what it holds, and the time of steps, under one strategy.
+"""Measures the memory of a training step by category, and step times, under one strategy.
 
-Phases on every rank: what the strategy before has left is released; model, container and optimizer
-are made; a few steps settle what they allocate once; in a few steps more every allocation is
-followed; then steps are timed with nothing following them.
+Phases on every rank: release what is left of the previous strategy; build model, container and
+optimizer; run a few steps, until one-time allocations are done; run a few more steps and track
+every allocation; then time steps without tracking.
 
-Three instants, as the hand-outs ask. After init, what exists when all is made. Before the step,
-the most that forward and backward took. After the step, the most that the optimizer took. Of that,
-parameters, gradients and optimizer state are counted from their tensors; buffers are what else
-exists when backward is over: the model's tables, the batch, what a container keeps. Activations are
-the rest of the peak. On several ranks, an instant is that of the rank with the highest peak, so
-that its parts add up.
+The hand-outs require three instants. After init: the memory that exists once everything is built.
+Before the step: the peak of forward and backward. After the step: the peak of the optimizer. Of
+that, parameters, gradients and optimizer state are counted from their tensors. Buffers are
+everything else that exists after backward: the model's tables, the batch, a container's buffers.
+Activations are the rest of the peak. On several ranks, an instant is that of the rank with the
+highest peak, so that its parts add up.
 
-On CUDA the allocator knows what exists. On a CPU, what exists are the tensors that Python sees,
-and how much a phase adds to them at most is told by the profiler's allocation events. Those miss
-the release of a tensor that a thread of gloo was the last to hold, so that a peak may come out too
-high, never too low: it is the lowest of the followed steps.
+On CUDA the allocator reports the memory that exists. On a CPU, it is the memory of the tensors that
+Python sees, and the profiler's allocation events show how much a phase adds to it at most. The
+events miss the release of a tensor that a gloo thread was the last to hold. A peak may therefore be
+too high, but never too low, and the lowest of the tracked steps is reported.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ from paceline.parallel.ranks.collectives import reduce_numbers
 STEP = "step_time_s"
 OPTIMIZER = "optimizer_time_s"
 
-# Containers make their buckets in the first step or anew after it, and optimizers their state.
+# Containers build buckets in the first step or rebuild them after it; optimizers build state.
 _SETTLING_STEPS = 3
 _FOLLOWED_STEPS = 3
 _LETTING_GO_S = 0.05
@@ -48,17 +48,17 @@ _LETTING_GO_S = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerResult:
-    """What all ranks agree on about one strategy."""
+    """Results of one strategy, identical on all ranks."""
 
     samples: dict[str, list[float]]
     memory: dict[str, MemoryParts]
     """Parts of the memory at each instant."""
     resident_bytes: dict[str, int]
-    """The most that a process had resident at each instant, tensors or not, by metric."""
+    """Peak resident memory of a process at each instant, tensors or not, by metric."""
 
 
 def named_bytes(step: StrategyStep) -> dict[str, int]:
-    """Returns what a rank's parameters, gradients and optimizer state occupy now."""
+    """Returns the current bytes of a rank's parameters, gradients and optimizer state."""
     return {
         "parameters": storage_bytes(step.parameters()),
         "gradients": storage_bytes(step.gradients()),
@@ -67,7 +67,7 @@ def named_bytes(step: StrategyStep) -> dict[str, int]:
 
 
 class OptimizerMeasurement:
-    """One strategy on one rank: its memory, and then its times."""
+    """Measures one strategy on one rank: first its memory, then its times."""
 
     def __init__(self, case: OptimizerCase, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class OptimizerMeasurement:
         for _ in range(_SETTLING_STEPS):
             self.step.run()
         if isinstance(self.step.model, DistributedDataParallel):
-            # It keeps its buckets where Python does not see them, but for the gradients in them.
+            # Python does not see its buckets, except for the gradients in them.
             self.step.forward_and_backward()
             self._hidden = self.step.gradients()
             self.step.optimizer_step()
@@ -99,12 +99,12 @@ class OptimizerMeasurement:
     def _existing_bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        # A thread of gloo lets go of a message some time after others have waited for it.
+        # A gloo thread releases a message some time after the wait for it has returned.
         time.sleep(_LETTING_GO_S)
         return storage_bytes(_visible(self.device)) - self._foreign
 
     def _follow(self) -> dict[str, MemoryParts]:
-        """Runs one step and returns its memory at the two instants that it has."""
+        """Runs one step and returns its memory before and after the optimizer step."""
         named: dict[str, int] = {}
         existing = 0
 
@@ -125,24 +125,24 @@ class OptimizerMeasurement:
         foreign = 0 if self.device.type == "cuda" else self._foreign
         return {
             "before_step": _parts(named, existing=existing, peak=peaks["before_step"] - foreign),
-            # What a release that was missed has left is in both peaks.
+            # The memory of a missed release is in both peaks, and cancels out.
             "after_step": _parts(
                 named, existing=existing, peak=existing + peaks["after_step"] - peaks["between"]
             ),
         }
 
     def time_steps(self, *, warmup: int, steps: int, time_limit_s: float) -> None:
-        """Times steps that follow each other at once, as in training.
+        """Times consecutive steps without pauses, as in training.
 
-        What a step leaves in flight, such as parameters for the next forward pass, is waited for
-        in the next one: a pause between the two would hide it.
+        A step may leave messages in flight, such as parameters for the next forward pass, and the
+        next step waits for them. A pause between the two would hide that wait.
         """
         dist.barrier()
         began = time.perf_counter()
         for _ in range(warmup):
             self.step.run()
         (elapsed_s,) = self._largest([time.perf_counter() - began])
-        # Agreed on before: to ask the others after each step would be a pause.
+        # The ranks agree in advance: agreeing after each step would be a pause.
         affordable = int((time_limit_s - elapsed_s) / (elapsed_s / warmup))
         for _ in range(max(1, min(steps, affordable))):
             laps = self.step.run()
@@ -150,7 +150,7 @@ class OptimizerMeasurement:
                 self.samples.setdefault(name, []).append(laps[name])
 
     def result(self) -> OptimizerResult:
-        """Takes the resident memory of one step more, and joins what the ranks have measured."""
+        """Measures the resident memory of one more step, and combines the results of all ranks."""
         for instant, run in (
             ("before_step", self.step.forward_and_backward),
             ("after_step", self.step.optimizer_step),
@@ -169,7 +169,7 @@ class OptimizerMeasurement:
         return reduce_numbers(numbers, dist.ReduceOp.MAX, self.device)
 
     def _highest(self, parts: MemoryParts) -> MemoryParts:
-        """Returns the parts of the rank that holds most."""
+        """Returns the parts of the fullest rank."""
         of_ranks: list[MemoryParts] = [parts] * dist.get_world_size()
         dist.all_gather_object(of_ranks, parts)
         return max(of_ranks, key=lambda one: one.total)
@@ -180,9 +180,9 @@ def _parts(named: dict[str, int], *, existing: int, peak: int) -> MemoryParts:
 
 
 def _visible(device: torch.device) -> list[Tensor]:
-    """Returns all tensors on a device that Python sees, as what this rank holds of them."""
-    # By type: an object may pretend to be of another class, and do work to find out. What a
-    # compiler has left of itself looks like tensors, but holds no memory.
+    """Returns this rank's part of all tensors on a device that Python sees."""
+    # By type, because isinstance may run code of objects that pretend to be of another class. Fake
+    # tensors, which a compiler leaves behind, hold no memory.
     tensors = [
         item
         for item in gc.get_objects()
@@ -193,7 +193,7 @@ def _visible(device: torch.device) -> list[Tensor]:
 
 
 def measure(device: torch.device, case: OptimizerCase, time_limit_s: float) -> OptimizerResult:
-    """Measures one strategy on this rank, and leaves nothing of it; all ranks call it."""
+    """Measures one strategy on this rank, and releases all of it; all ranks call it."""
     _release(device)
     measurement = OptimizerMeasurement(case, device)
     step = case.step
@@ -205,11 +205,11 @@ def measure(device: torch.device, case: OptimizerCase, time_limit_s: float) -> O
 
 
 def _release(device: torch.device) -> None:
-    """Lets go of what nobody refers to but itself, as containers do."""
+    """Frees reference cycles, which containers have, and cached memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    # glibc keeps what was released for later; the next strategy's resident memory would show it.
+    # glibc keeps freed memory, which would count as resident memory of the next strategy.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""From the memory and times of steps under several strategies to records and predictions."""
+"""Turns memory and times of steps under several strategies into records and predictions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from paceline.kernels import resolve_implementation
 from paceline.records import Record
 from paceline.records.schema import Outcome
 
-# What making a model and following its first steps may take.
+# Time allowed for building a model and tracking its first steps.
 _GRACE_S = 600.0
 
 
@@ -57,7 +57,7 @@ def _memory_numbers(instants: dict[str, MemoryParts]) -> Numbers:
 
 
 def _predict(case: OptimizerCase, world_size: int) -> Numbers | None:
-    """Returns what the formulas expect, where they apply: eager, on a CPU."""
+    """Returns the predictions of the formulas, or None unless the step is eager and on a CPU."""
     if case.step.compilation != "none" or resolve_device(case.step.device).type != "cpu":
         return None
     size = case.variant.bucket_size_mb

@@ -1,4 +1,4 @@
-"""Training steps to measure on one rank. Torch-free, because the command line parses with it."""
+"""Configuration of step benchmarks on one rank. Free of torch, for use by the command line."""
 
 import dataclasses
 import itertools

@@ -1,7 +1,7 @@
-"""One model's training step, seen from inside: time by operator, memory by category.
+"""Profiles one model's training step: time by operator, memory by category.
 
 Phases: the step is warmed up; some steps are traced for time; then one more is traced for memory,
-by itself, because following every Python line makes it several times slower.
+separately, because tracing every Python line makes it several times slower.
 """
 
 import pathlib
@@ -36,7 +36,7 @@ from paceline.traces.steps.analysis import analyse_trace
 
 
 def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
-    """Traces a step and returns what its operators took, and what its memory was for."""
+    """Traces a step and returns records of its operators' times and its memory by category."""
     device = resolve_device(case.device)
     _require_memory(case, device)
     step = TrainingStep(case, device)
@@ -68,7 +68,7 @@ def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> 
 
 
 def _require_memory(case: StepCase, device: torch.device) -> None:
-    """Raises where not even the least that a step takes can fit."""
+    """Raises if even the lower bound of a step's memory does not fit."""
     precision = precision_preset(case.precision)
     needed = minimum_step_bytes(case.shape, case.batch, precision, case.phase)
     usable = usable_memory_bytes(device)
@@ -80,7 +80,7 @@ def _require_memory(case: StepCase, device: torch.device) -> None:
 
 
 def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
-    """Runs one more step and returns what its memory was for; call it after at least one step.
+    """Runs one more step and returns its memory by category; call it after at least one step.
 
     On a GPU, a snapshot of its memory is written for torch's viewer.
     """
@@ -108,7 +108,7 @@ def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
 
 
 def _flops_predictions(case: StepCase, subject: str) -> list[Record]:
-    """Returns the FLOPs that the matmuls of each phase should take, by the formula."""
+    """Returns predictions of the matmul FLOPs of each phase, by the formula."""
     flops = flops_per_token(case.shape, case.batch.context_length)
     expected = {FORWARD: flops.forward}
     if case.phase != "forward":
@@ -125,7 +125,7 @@ def _flops_predictions(case: StepCase, subject: str) -> list[Record]:
 
 
 def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeline) -> list[Record]:
-    """Returns memory over the step, and what the formulas expect of its resident parts."""
+    """Returns the memory over the step, and predictions of its resident parts."""
     fields = step_case_fields(case, describe_hardware(device))
     numbers: dict[str, float | Sequence[float]] = {
         "peak_bytes": timeline.peak_bytes,

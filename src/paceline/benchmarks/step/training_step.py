@@ -41,8 +41,8 @@ def _adamw(model: nn.Module) -> Optimizer:
 class TrainingStep:
     """A model, its batch and its optimizer, ready to step.
 
-    `wrap` makes the model train with those of other ranks; `data_seed` gives each rank its own
-    batch; `make_optimizer` makes the optimizer of the wrapped model.
+    `wrap` applies a data-parallel strategy to the model; `data_seed` gives each rank its own batch;
+    `make_optimizer` creates the optimizer of the wrapped model.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TrainingStep:
         self.phase = case.phase
         precision = precision_preset(case.precision)
         self._autocast_dtype = TORCH_DTYPES[precision.compute] if precision.autocast else None
-        # Seeded, so that two runs of a case measure the same numbers as well as the same shape.
+        # Seeded, so that two runs of a case compute with the same numbers.
         torch.manual_seed(0)
         with device:
             model = TransformerLM(
@@ -76,11 +76,11 @@ class TrainingStep:
         tokens = torch.randint(case.shape.vocab_size, size, device=device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.optimizer = make_optimizer(self.model)
-        # float16 has too little range for small gradients: they are scaled up on the way.
+        # float16 has too little range for small gradients: the loss is scaled up.
         self.scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "float16")
 
     def forward(self) -> Tensor:
-        """Returns the loss; gradients are recorded only where a backward pass follows."""
+        """Returns the loss; gradients are recorded only if a backward pass follows."""
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(named_range(FORWARD))
             contexts.enter_context(torch.set_grad_enabled(self.phase != "forward"))
@@ -137,7 +137,7 @@ class TrainingStep:
         return {f"peak_{name}_bytes": value for name, value in peaks.items()} | resident
 
     def forward_and_backward(self) -> None:
-        """Runs a step up to its optimizer."""
+        """Runs a step without its optimizer."""
         loss = self.forward()
         if self.phase != "forward":
             self.backward(loss)
@@ -147,7 +147,7 @@ class TrainingStep:
         return list(self.model.parameters())
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients that there are now."""
+        """Returns the gradients that currently exist."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def optimizer_state(self) -> list[Tensor]:
@@ -156,7 +156,7 @@ class TrainingStep:
         return [value for value in kept if isinstance(value, Tensor)]
 
     def resident_tensors(self) -> list[Tensor]:
-        """Returns what exists before a step and outlives it."""
+        """Returns the tensors that exist before a step and outlive it."""
         return [
             *self.parameters(),
             *self.model.buffers(),
@@ -196,7 +196,7 @@ def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
 
 
 def step_case_fields(case: StepCase, location: HardwareLocation) -> dict[str, CaseValue]:
-    """Returns the case of the record."""
+    """Returns the case fields of the record."""
     return {
         **model_case_fields(case.model, case.shape, case.batch),
         "phase": case.phase,

@@ -1,4 +1,4 @@
-"""Strategies to measure in turn. Torch-free, because the command line parses with it."""
+"""Configuration of strategy benchmarks. Free of torch, because the command line imports it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from paceline.core.strategies import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One strategy among those that are compared."""
+    """One of the strategies to compare."""
 
     strategy: StrategyName
     bucket_size_mb: BucketSize | None
@@ -33,7 +33,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The variant in a few words."""
+        """A short name of the variant."""
         size = self.bucket_size_mb
         if size is None:
             return self.strategy
@@ -49,7 +49,7 @@ class DataParallelCase:
 
 
 AUTO_WARMUP = 5
-"""Rounds until an automatic bucket size is in use: one for warm-up, three to watch, one to see."""
+"""Rounds until an automatic bucket size is in use: one warm-up, three observed, one to switch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class StrategySweep(RankSweep):
         require_unscaled(self.strategies, self.precision)
 
     def step_sweep(self, *, warmup: int, steps: int) -> StepSweep:
-        """Returns the steps that are measured under every strategy."""
+        """Returns the sweep of steps to measure under every strategy."""
         return StepSweep(
             model=self.model,
             context=(self.context,),

@@ -1,13 +1,13 @@
-"""Training steps under several strategies, measured in turn on the same ranks.
+"""Training steps under several strategies, interleaved on the same ranks.
 
-Phases: every strategy gets a model of its own, from the same seed, and each rank a batch of its
-own. Before a step the ranks meet in a barrier that is not timed. A step is cut where no message is
-in flight: it begins with the optimizer, which uses the gradients that the step before has left, so
-that parameters which travel during forward are counted with it. After the rounds, each strategy's
-gradients are sent again with nothing else going on, which is its communication time.
+Every strategy gets its own model, from the same seed, and every rank its own batch. Before a step
+the ranks synchronize in an untimed barrier. A step is cut where no message is in flight: it begins
+with the optimizer, which uses the gradients of the previous step, so that parameters sent during
+forward count towards the same step. After the rounds, each strategy's gradients are sent again with
+nothing else running, which is its communication time.
 
-A step's time is that of the slowest rank. Its exposed communication is that of the rank that
-waits least after its last gradient: the others also wait for that rank to compute.
+A step's time is that of the slowest rank. Its exposed communication is that of the rank that waits
+least after its last gradient: the others also wait for that rank to compute.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _BARE_REPETITIONS = 5
 
 
 class DataParallelStep(StrategyStep):
-    """A training step that also tells how long it waited for communication after backward."""
+    """A training step that also measures its wait for communication after backward."""
 
     def __init__(self, case: DataParallelCase, variant: Variant, device: torch.device) -> None:
         self._last_gradient: Moment | None = None
@@ -51,18 +51,18 @@ class DataParallelStep(StrategyStep):
         self.range_name = step_range(variant.label)
 
     def wrap(self, module: nn.Module, variant: Variant) -> nn.Module:
-        """Applies the strategy to the model, and watches its gradients."""
-        # Registered before any strategy's own, so that the moment is that of the gradient.
+        """Applies the strategy to the model, and registers hooks on its gradients."""
+        # Registered before any strategy's hooks, so that it records when the gradient is ready.
         for parameter in module.parameters():
             when_complete(parameter, self, DataParallelStep.note_gradient)
         return super().wrap(module, variant)
 
     def note_gradient(self) -> None:
-        """Notes when a gradient is complete."""
+        """Records when a gradient is complete."""
         self._last_gradient = now(self.device)
 
     def run(self) -> dict[str, float]:
-        """Runs one step on this rank; the ranks begin together."""
+        """Runs one step on this rank; the ranks start together."""
         self._last_gradient = None
         dist.barrier()
         synchronize(self.device)
@@ -77,7 +77,7 @@ class DataParallelStep(StrategyStep):
         moments.append(now(self.device))
         self.backward(loss)
         if isinstance(self.model, ShardedDataParallel):
-            # Only one that steps in backward has parameters in flight here.
+            # Parameters are in flight here only if the optimizer steps in backward.
             self.model.wait_for_parameters()
         moments.append(now(self.device))
         synchronize(self.device)
@@ -86,14 +86,14 @@ class DataParallelStep(StrategyStep):
             name: seconds_between(start, end)
             for name, start, end in zip(names, moments[:-1], moments[1:], strict=True)
         }
-        # Parameters that are gathered for their use only have no gradients to be told of.
+        # Parameters that are gathered only for use trigger no gradient hooks.
         if self._last_gradient is not None:
             laps[EXPOSED] = seconds_between(self._last_gradient, moments[-1])
             laps["backward_time_s"] -= laps[EXPOSED]
         return laps | {STEP: seconds_between(moments[0], moments[-1])}
 
     def memory(self) -> dict[str, int]:
-        """Returns what gradients occupy after backward, and the peak of forward and backward."""
+        """Returns the bytes of gradients after backward, and the peak of forward and backward."""
         gradients = self.gradients()
         gradient_bytes = storage_bytes(gradients)
         self.optimizer_step()
@@ -108,9 +108,9 @@ class DataParallelStep(StrategyStep):
         return {"gradient_bytes": gradient_bytes, "peak_before_optimizer_bytes": peaks["step"]}
 
     def time_communication(self) -> float:
-        """Returns the seconds that the last step's messages take when nothing else goes on."""
+        """Returns the seconds of the last step's messages with nothing else running."""
         num_ranks = dist.get_world_size()
-        # Up to a multiple of the ranks, each of which gets as much of what is reduce-scattered.
+        # Rounded up to a multiple of the ranks: a reduce-scatter gives each the same amount.
         lengths = [-(-size // (4 * num_ranks)) * num_ranks for size in message_sizes(self.model)]
         messages = [torch.zeros(length, device=self.device) for length in lengths]
         dist.barrier()
@@ -138,13 +138,13 @@ class DataParallelStep(StrategyStep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantResult:
-    """What all ranks agree on about one strategy."""
+    """Results of one strategy, identical on all ranks."""
 
     samples: dict[str, list[float]]
     memory: dict[str, int]
     num_messages: int
     choice: BucketSizeChoice | None
-    """An automatic bucket size, and what it was chosen by."""
+    """An automatic bucket size, and the data that it is based on."""
 
 
 class Comparison(Turns):
@@ -155,7 +155,7 @@ class Comparison(Turns):
         super().__init__(self.steps, device)
 
     def results(self) -> list[VariantResult]:
-        """Times communication, takes the memory, and joins what the ranks have measured."""
+        """Times communication, measures memory, and combines the measurements of all ranks."""
         return list(map(self._result, self.steps, self.samples))
 
     def _result(self, step: DataParallelStep, samples: dict[str, list[float]]) -> VariantResult:

@@ -1,7 +1,8 @@
-"""Whether what ranks are about to hold can fit, found out before the kernel kills one of them.
+"""Checks whether the ranks' memory can fit, before the kernel kills one of them.
 
-A lower bound: parameters, gradients and optimizer state of all strategies that are held at the same
-time. What is above it cannot run; what is below it may still run out of memory for activations.
+The check uses a lower bound: parameters, gradients and optimizer state of all strategies that are
+held at the same time. If the bound does not fit, the case cannot run. If it fits, the case may
+still run out of memory for activations.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from paceline.records.links import link_case_fields
 def memory_obstacle(
     ranks: MeasuringRanks, case: StepCase, strategies: Sequence[StrategyName]
 ) -> str | None:
-    """Returns why strategies that are held at the same time cannot fit; None if they may.
+    """Returns why these strategies cannot fit at the same time; None if they may.
 
     Every rank must call it, and all get the same answer.
     """
@@ -39,7 +40,7 @@ def memory_obstacle(
 
 
 def least_usable_bytes(device: torch.device) -> int | None:
-    """Returns what may be used where there is least; None where nobody knows on some rank."""
+    """Returns the least usable memory of any rank; None if it is unknown on some rank."""
     usable = usable_memory_bytes(device)
     least = torch.tensor(-1 if usable is None else usable, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -47,7 +48,7 @@ def least_usable_bytes(device: torch.device) -> int | None:
 
 
 def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[StrategyName]) -> int:
-    """Returns a lower bound for the GPU, or for the host, that holds most."""
+    """Returns a lower bound for the fullest GPU, or for the fullest host."""
     by_rank = np.zeros(ranks.world_size, dtype=np.int64)
     for strategy in strategies:
         precision = precision_preset(case.precision)
@@ -55,6 +56,6 @@ def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[St
         by_rank += states.parameters + states.gradients + states.optimizer_state
     if ranks.topology["device"] == "cuda":
         return int(by_rank.max())
-    # The lab's hosts are virtual and share one memory; of others, one holds at least the mean.
+    # The lab's hosts are virtual and share one memory; of real hosts, one has at least the mean.
     num_hosts = 1 if link_case_fields() else int(ranks.topology["num_hosts"] or 1)
     return int(by_rank.sum()) // num_hosts

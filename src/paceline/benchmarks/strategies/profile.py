@@ -1,9 +1,9 @@
-"""Training steps under several strategies, traced in turn on the same ranks.
+"""Traces training steps under several strategies, interleaved on the same ranks.
 
 Phases: all strategies are prepared and warmed up as for a measurement. Then one trace records some
-rounds of all of them, and after it the group's all-reduces are timed for the prediction. The first
-rank analyses the trace. Of each strategy, the round whose step took the median time is kept in
-detail, to be drawn.
+rounds of all of them, and afterwards the group's all-reduces are timed for the prediction. The
+first rank analyses the trace. For each strategy, the round with the median step time is kept in
+detail, to plot it.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedRounds:
-    """What one rank knows of the rounds besides their trace."""
+    """One rank's data about the rounds, in addition to their trace."""
 
     stats: list[list[SynchronizationStats | None]]
-    """Figures that containers report, by variant and round; None where one reports none."""
+    """Statistics that containers report, by variant and round; None if a container reports none."""
     cost: GroupCost
     """Cost of all-reduces in the group."""
 
@@ -66,7 +66,7 @@ def trace_data_parallel(
 
 
 def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> TracedRounds:
-    """Runs some rounds of what was prepared, and records them on every rank."""
+    """Runs some rounds of the prepared case, and traces them on every rank."""
     comparison = held()
     assert isinstance(comparison, Comparison)
     stats: list[list[SynchronizationStats | None]] = [[] for _ in comparison.steps]
@@ -102,7 +102,7 @@ def _records(
                 numbers["reported_exposed_s"] = known
             yield measured("timeline", {**fields, "rank": rank}, numbers)
         prediction = stats[drawn]
-        # FSDP2 sends nothing while it computes on a CPU, which the recurrence takes for granted.
+        # On a CPU, FSDP2 sends nothing while it computes, but the recurrence assumes overlap.
         if prediction is not None and variant.strategy != "torch_fsdp2":
             spans = first[drawn].times.ranges
             backward_ns = next(span.start for span in spans if span.name == BACKWARD)
@@ -111,7 +111,7 @@ def _records(
 
 
 def _details(step: StepOverlap) -> dict[str, list[float]]:
-    """Returns what a picture of one step is drawn from; seconds from its start."""
+    """Returns the data for a plot of one step, in seconds from its start."""
     times = step.times
     details = {
         "compute_start_s": times.computing[:, 0].tolist(),
@@ -133,8 +133,8 @@ def _details(step: StepOverlap) -> dict[str, list[float]]:
 
 
 def _predict(stats: SynchronizationStats, cost: GroupCost, backward_start_s: float) -> Numbers:
-    """Plays the messages of a step through the recurrence, from when they were ready."""
-    # What was sent later was ready when backward was over, and waited for its turn.
+    """Simulates the messages of a step with the recurrence, from the times they were ready."""
+    # A message sent later was ready when backward ended, and waited for its turn.
     ready_s = [min(bucket.launch_s, stats.backward_s) for bucket in stats.buckets]
     communication_s = [cost.fit.time_s(bucket.num_bytes) for bucket in stats.buckets]
     timeline = simulate_buckets(ready_s, communication_s, stats.backward_s)

@@ -1,4 +1,4 @@
-"""A training step under a strategy, and what a record says of it."""
+"""A training step under a strategy, and its case fields in a record."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from paceline.records import CaseValue
 
 
 class StrategyStep(TrainingStep):
-    """A step of one of several ranks; its tensors are what this rank holds of them."""
+    """A step on one of several ranks; its tensors are this rank's parts."""
 
     def __init__(self, case: StepCase, variant: Variant, device: torch.device) -> None:
         self.strategy = variant.strategy
@@ -47,14 +47,14 @@ class StrategyStep(TrainingStep):
         return [local_tensor(gradient) for gradient in gradients]
 
     def optimizer_state(self) -> list[Tensor]:
-        """Returns what this rank's optimizer keeps from step to step."""
+        """Returns the tensors that this rank's optimizer keeps from step to step."""
         return state_tensors(self.optimizer)
 
 
 def strategy_case_fields(
     case: StepCase, variant: Variant, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
-    """Returns what the case of a record says of a step under a strategy."""
+    """Returns the case fields of the record of a step under a strategy."""
     step = step_case_fields(case, describe_hardware(resolve_device(case.device)))
     del step["phase"]
     return {

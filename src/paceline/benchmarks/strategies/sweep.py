@@ -1,4 +1,4 @@
-"""From training steps under several strategies to records."""
+"""Turns training steps under several strategies into records."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ from paceline.records.schema import Outcome
 _logger = logging.getLogger(__name__)
 
 GRACE_S = 600.0
-"""What building the models and the first step may take, compilation included."""
+"""Seconds allowed for building the models and the first step, compilation included."""
 
 
 def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> Iterator[Record]:
@@ -52,7 +52,7 @@ def _records_of(
 def _predictions(
     case: DataParallelCase, variant: Variant, result: VariantResult, ranks: MeasuringRanks
 ) -> Iterator[Record]:
-    """Yields what an automatic choice expected of every bucket size."""
+    """Yields the predictions of an automatic choice for every bucket size."""
     choice = result.choice
     if choice is None:
         return
@@ -97,7 +97,7 @@ def _numbers(result: VariantResult, baseline: VariantResult) -> Numbers:
 def case_fields(
     case: DataParallelCase, variant: Variant, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
-    """Returns the case of the record of one strategy."""
+    """Returns the case fields of one strategy's record."""
     fields = strategy_case_fields(case.step, variant, ranks)
     rounds = fields.pop("steps")
     return {**fields, "baseline": case.variants[0].label, "rounds": rounds}

@@ -1,1 +1,1 @@
-"""``paceline lab`` and its parts."""
+"""``paceline lab`` and its subcommands."""

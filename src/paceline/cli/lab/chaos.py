@@ -1,4 +1,4 @@
-"""``paceline lab chaos``: faults on purpose."""
+"""``paceline lab chaos``: injects faults into a run."""
 
 import dataclasses
 import pathlib
@@ -76,7 +76,7 @@ class ChaosCommand:
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Runs, breaks, audits, and prints what was tried, survived and lost."""
+        """Runs the command under chaos, audits it, and prints each fault and its effect."""
         from paceline.lab.chaos.records import FAULT, RUN, chaos_records
         from paceline.lab.chaos.run import run_chaos
         from paceline.records import capture_environment
@@ -146,7 +146,7 @@ class ChaosCommand:
         from paceline.lab.chaos.audit import audit_chaos
         from paceline.training.run_files import CONFIG
 
-        # A command that is no paceline train has no trail to look at.
+        # Only runs of `paceline train` can be audited.
         if not (config.run / CONFIG).exists():
             return None
         return audit_chaos(config.run, config.reference)

@@ -1,4 +1,4 @@
-"""``paceline lab``: a cluster on this machine."""
+"""``paceline lab``: emulates a cluster on this machine."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ class RunCommand:
     """Fraction of packets that are lost, such as 1%."""
 
     def run(self) -> int:
-        """Returns the command's exit code."""
+        """Runs the command and returns its exit code."""
         from paceline.lab.run import run_in_lab
         from paceline.lab.shaping import LinkShape, parse_loss
 
@@ -75,7 +75,7 @@ class SlurmCommand:
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
     def run(self) -> int:
-        """Says what the cluster is like afterwards."""
+        """Performs the action and prints the resulting state."""
         from paceline.lab.slurm import slurm_status, start_slurm, stop_slurm
 
         if self.action == "start":
@@ -110,5 +110,5 @@ class LabCommand:
     )
 
     def run(self) -> int:
-        """Runs the command in the lab or under chaos, or manages the scheduler."""
+        """Runs a command in the lab or under chaos, or manages the Slurm cluster."""
         return self.part.run()

@@ -1,1 +1,1 @@
-"""``paceline plan`` and its tasks."""
+"""``paceline plan`` and its subcommands."""

@@ -1,4 +1,4 @@
-"""``paceline plan budget``: how many devices a budget of FLOPs takes by a deadline."""
+"""``paceline plan budget``: finds how many devices spend a FLOP budget by a deadline."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ class BudgetCommand:
     output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Searches every number of devices, and prints a table."""
+        """Searches all numbers of devices and prints a table."""
         from paceline.planner.search.budget import plan_budget
 
         flops = parse_count(self.flops, "flops", "1e24")

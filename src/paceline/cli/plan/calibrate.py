@@ -1,4 +1,4 @@
-"""``paceline plan calibrate``: a calibration of one's own measured runs, for plan search."""
+"""``paceline plan calibrate``: calibrates the planner from the user's own measured runs."""
 
 import dataclasses
 import pathlib
@@ -32,7 +32,7 @@ class CalibrateRowsCommand:
             raise UsageError(f"--out {self.out}: give a name that ends in .jsonl")
 
     def run(self) -> int:
-        """Fits the rows, holds out each model, prints constants and errors."""
+        """Fits the rows, holds out each model in turn, and prints constants and errors."""
         from paceline.planner.calibrations.build import build_calibrations
         from paceline.planner.calibrations.cases import Case, predictable
         from paceline.planner.calibrations.store import write_calibrations

@@ -1,4 +1,4 @@
-"""``paceline plan goodput``: the share of a long run that trains, when devices fail."""
+"""``paceline plan goodput``: simulates the goodput of long runs when devices fail."""
 
 import dataclasses
 import pathlib
@@ -77,7 +77,7 @@ class GoodputCommand:
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Simulates, and prints tables with their assumptions."""
+        """Simulates runs and prints tables with the assumptions."""
         return self._replay() if self.replay else self._simulate()
 
     def _simulate(self) -> int:
@@ -137,7 +137,7 @@ class GoodputCommand:
         return 0
 
     def _changes(self) -> dict[str, float]:
-        """Returns the constants that flags replace."""
+        """Returns the constants that flags override."""
         given = {
             "detection_s": _optional_seconds(self.detection, "detection"),
             "restart_s": _optional_seconds(self.restart, "restart"),

@@ -1,4 +1,4 @@
-"""Counts and times as people write them on a command line: 4M tokens, 1e24 FLOPs, 30d."""
+"""Parses counts and times from the command line: 4M tokens, 1e24 FLOPs, 30d."""
 
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_quantity
@@ -9,7 +9,7 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 
 def parse_batch_tokens(text: str, context_length: int) -> int:
-    """Returns the sequences of a batch; 4M tokens are 4 x 2^20, as batches are powers of two."""
+    """Returns sequences per batch; 4M is 4 x 2^20 tokens, as batches are powers of two."""
     tokens = _plain(text)
     if tokens is None:
         tokens = parse_quantity(text, _BINARY, "batch", "4M (4 x 2^20 tokens), 512K or 4194304")
@@ -24,7 +24,7 @@ def parse_batch_tokens(text: str, context_length: int) -> int:
 
 
 def parse_count(text: str, what: str, example: str) -> float:
-    """Returns a number such as 1e12, 15T or 300B, in powers of ten."""
+    """Parses a number such as 1e12, 15T or 300B, with decimal suffixes."""
     number = _plain(text)
     if number is None:
         number = parse_quantity(text, _DECIMAL, what, example)
@@ -34,7 +34,7 @@ def parse_count(text: str, what: str, example: str) -> float:
 
 
 def parse_days(text: str) -> float:
-    """Returns days of a duration such as 30d, 12h or 2w."""
+    """Parses a duration such as 30d, 12h or 2w into days."""
     days = parse_quantity(text, _DAYS, "deadline", "30d, 12h or 2w")
     if not days > 0:
         raise UsageError(f"--deadline {text} must be positive")

@@ -1,4 +1,4 @@
-"""``paceline plan search``: the layout to run, of all that there are."""
+"""``paceline plan search``: searches all layouts for the fastest one."""
 
 import dataclasses
 import pathlib
@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.benchmarks.harness.config import listed
-from paceline.cli.output import Flat, OutputOptions, print_json, require_figure, say, stdout_console
+from paceline.cli.output import (
+    Flat,
+    OutputOptions,
+    print_json,
+    require_figure,
+    say,
+    stdout_console,
+    work_progress,
+)
 from paceline.cli.plan.quantities import parse_count
 from paceline.cli.plan.search_options import ClusterOptions
 from paceline.core.errors import UsageError
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.planner.search.search import SearchResult
 
 SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), preset_spelling)]
-"""A dense preset, or a mixture of experts."""
+"""A dense or mixture-of-experts preset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +68,7 @@ class SearchCommand:
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Searches, and prints the best layouts."""
+        """Searches and prints the best layouts."""
         from paceline.planner.search.advice import variations, what_helps
         from paceline.planner.search.compare import compare
         from paceline.planner.search.search import search
@@ -72,7 +80,8 @@ class SearchCommand:
         )
         costs, peak = self.cluster.costs(of_experts=mixture), self.cluster.peak_flops()
         tokens = None if self.tokens is None else parse_count(self.tokens, "tokens", "1e12 or 15T")
-        result = search(question, costs, top=self.top, peak_flops=peak)
+        with work_progress("searching all layouts"):
+            result = search(question, costs, top=self.top, peak_flops=peak)
         runs = (
             None
             if tokens is None
@@ -82,8 +91,9 @@ class SearchCommand:
         changes: list[Change] = []
         if self.advice:
             lower = self.cluster.lower_precision(of_experts=mixture)
-            offered = variations(result.best, question, costs, lower)
-            changes = what_helps(result.best, question, offered)
+            offered = list(variations(result.best, question, costs, lower))
+            with work_progress("searching what would help", len(offered)) as done:
+                changes = what_helps(result.best, question, offered, done)
         if self.output.json:
             self._print_json(result, runs, compared, changes)
         else:
@@ -168,7 +178,8 @@ class SearchCommand:
         from paceline.reports.plots.planning.search import front_marks, plot_front
         from paceline.reports.plots.style import save_as
 
-        points: list[FrontPoint] = front(result.question, result.costs)
+        with work_progress("searching fewer and more devices"):
+            points: list[FrontPoint] = front(result.question, result.costs)
         shown = 1e12 if tokens is None else tokens
         subtitle = (
             f"{self.model}, {shown:.3g} tokens, batch of {result.question.tokens_per_step:,}, "

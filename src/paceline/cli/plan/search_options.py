@@ -1,4 +1,4 @@
-"""Flags that `plan search` and `plan budget` share: the model, the devices, what they reach."""
+"""Flags shared by `plan search`, `plan budget` and `loop`: cluster, batch and calibration."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 UNNAMED_CONTEXT = 8192
-"""Tokens of a sequence of a model that no preset names, unless --context says otherwise."""
+"""Default context length of a model without a preset; --context overrides it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ClusterOptions:
 
     @property
     def failure_interval_h(self) -> float:
-        """Mean hours between two failures of one device."""
+        """Mean hours between failures of one device."""
         from paceline.planner.goodput.constants import LLAMA3_DEVICE_INTERVAL_H
 
         return self.device_interval_h or LLAMA3_DEVICE_INTERVAL_H
@@ -74,7 +74,7 @@ class ClusterOptions:
         experts: Experts | None = None,
         runnable: bool = False,
     ) -> "SearchQuestion":
-        """Returns what is searched."""
+        """Returns the question for the search."""
         from paceline.planner.calibrations.conventions import Conventions
         from paceline.planner.cost.framework_memory import PLAIN, find_framework_memory
         from paceline.planner.search.question import SearchQuestion, training_precision
@@ -87,7 +87,8 @@ class ClusterOptions:
             beyond = find_framework_memory(calibration.framework, calibration.precision)
             precision = calibration.training_precision
         context = self.context or shape.max_context_length
-        # As advertised: 6% below what an H100 really has, the median error of the account.
+        # The advertised size is 6% below an H100's real memory. The margin equals the median error
+        # of the memory model.
         memory = self.find().memory_bytes.value
         if self.memory is not None:
             memory = parse_bytes(self.memory)
@@ -107,7 +108,7 @@ class ClusterOptions:
         )
 
     def costs(self, precision: DType | None = None, *, of_experts: bool = False) -> "Costs":
-        """Returns what devices and links reach with matmuls in a precision."""
+        """Returns the throughput of devices and links, for matmuls in the given precision."""
         from paceline.planner.search.costs import assumed_costs, calibrated_costs
 
         dtype = precision or self.precision
@@ -122,15 +123,15 @@ class ClusterOptions:
         return costs
 
     def peak_flops(self) -> float:
-        """Returns the stated peak of matmuls."""
+        """Returns the nominal peak FLOP/s of matmuls."""
         return self.find().peak(self.precision).value
 
     def lower_precision(self, *, of_experts: bool = False) -> "Costs | None":
-        """Returns the costs of matmuls in float8, where that is lower and devices have it."""
+        """Returns the costs of float8 matmuls; None if that is not lower, or not supported."""
         is_lower = self.precision in ("bfloat16", "float16")
         if not is_lower or "float8" not in self.find().peak_flops:
             return None
-        # Of a framework that was never measured in float8 nothing is known there.
+        # For a framework never measured in float8, its float8 performance is unknown.
         in_float8, in_half = (
             self._calibration(dtype, of_experts=of_experts) for dtype in ("float8", "bfloat16")
         )
@@ -140,7 +141,7 @@ class ClusterOptions:
     def _calibration(
         self, dtype: DType, *, of_experts: bool = False
     ) -> "FrameworkCalibration | None":
-        """Returns what was measured; None where no run of the device and dtype is known."""
+        """Returns the matching calibration; None if the device and dtype were never measured."""
         from paceline.planner.calibrations.store import (
             find_calibration,
             known_calibrations,

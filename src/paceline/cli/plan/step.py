@@ -1,4 +1,4 @@
-"""``paceline plan step`` and ``paceline plan backtest``: steps predicted, and laid beside runs."""
+"""``paceline plan step`` and ``paceline plan backtest``: step predictions and their errors."""
 
 import dataclasses
 import itertools
@@ -74,7 +74,7 @@ class PlanStepCommand:
         known = None if self.backtest is None else _read_cases((self.backtest,))
         correction = None if known is None else fit_correction(known)
         environment = capture_environment()
-        # All before the first is kept: a case that cannot be predicted leaves nothing behind.
+        # Predict all cases before storing any, so that an error leaves the store unchanged.
         predictions = [
             predict_step(case, place, environment, correction)
             for place in places
@@ -122,7 +122,7 @@ class BacktestCommand:
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Predicts every case by what the others teach; without files, tells of all runs."""
+        """Predicts each case from the others; without files, summarises the history of runs."""
         if not self.records:
             return self._print_history()
         from paceline.prediction.backtest import leave_one_out, predict_others, summarize

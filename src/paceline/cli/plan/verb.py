@@ -1,4 +1,4 @@
-"""``paceline plan``: answers that need no run, with their working."""
+"""``paceline plan``: predictions by arithmetic, with their derivations."""
 
 import dataclasses
 import pathlib
@@ -62,7 +62,7 @@ class OverheadCommand:
             raise UsageError("--backward-s must be positive")
 
     def run(self) -> int:
-        """Works the equation out."""
+        """Evaluates the equation and prints its derivation."""
         from paceline.accounting.communication.overlap import explain_overhead
 
         explanation = explain_overhead(
@@ -111,7 +111,7 @@ class MemoryCommand:
         require_figure(self.figure)
 
     def run(self) -> int:
-        """Tabulates and explains the memory of a step, and draws it where that is asked for."""
+        """Prints and explains the memory of a step, and draws it if requested."""
         from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
         from paceline.reports.tables.memory_plan import instants_text
 
@@ -159,12 +159,12 @@ class PlanCommand:
     )
 
     def run(self) -> int:
-        """Prints the answer with its working."""
+        """Runs the chosen subcommand."""
         return self.question.run()
 
 
 def _print(explanations: "Iterable[Explanation]", output: OutputOptions) -> int:
-    """Prints the working, or with --json one object per question."""
+    """Prints derivations, or one JSON object per question with --json."""
     if output.json:
         for explanation in explanations:
             print_json(explanation)

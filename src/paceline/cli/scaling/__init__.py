@@ -1,1 +1,1 @@
-"""``paceline scaling``, ``sweep`` and ``loop``: from small runs to a large one."""
+"""``paceline scaling``, ``sweep`` and ``loop``: extrapolation from small runs to a large one."""

@@ -1,4 +1,4 @@
-"""``paceline loop``: a budget of FLOPs becomes a trained model, beside what was predicted."""
+"""``paceline loop``: turns a FLOP budget into a trained model, and checks its predictions."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
+from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console, work_progress
 from paceline.cli.plan.search_options import UNNAMED_CONTEXT, ClusterOptions
 from paceline.cli.scaling.sweep import SweepProgress
 from paceline.core.errors import UsageError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _CALIBRATION_S = 20.0
 _BY_LAW = "law"
-"""The default of --batch-tokens: what Step Law advises for the tokens of the run."""
+"""Default of --batch-tokens: the batch that Step Law suggests for the run's tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class LoopCommand:
         return None if self.deadline is None else parse_seconds(self.deadline, "deadline")
 
     def run(self) -> int:
-        """Goes round the loop, or says what it would do."""
+        """Runs the loop, or prints its plan."""
         if self.devices is not None:
             return self._plan_on_cluster(self.devices)
         from paceline.training.toml_config import read_config
@@ -185,7 +185,8 @@ class LoopCommand:
         from paceline.prediction.history import history_path
         from paceline.workflows.loop.page import write_loop_page
 
-        write_loop_page(directory, history_path())
+        with work_progress("writing the page"):
+            write_loop_page(directory, history_path())
 
     def _plan_here(self, question: "LoopQuestion") -> int:
         from paceline.workflows.loop.on_paper import expected_final
@@ -217,17 +218,18 @@ class LoopCommand:
             asked = dataclasses.replace(cluster, batch_tokens=str(batch_tokens))
             return asked.question(shape, devices)
 
-        plan = plan_on_cluster(
-            self.budget,
-            self.exploration,
-            cluster.context or UNNAMED_CONTEXT,
-            ask,
-            cluster.costs(),
-            lower_precision=cluster.lower_precision(),
-            peak_flops=cluster.peak_flops(),
-            price=cluster.price,
-            device_interval_h=cluster.failure_interval_h,
-        )
+        with work_progress("searching layouts"):
+            plan = plan_on_cluster(
+                self.budget,
+                self.exploration,
+                cluster.context or UNNAMED_CONTEXT,
+                ask,
+                cluster.costs(),
+                lower_precision=cluster.lower_precision(),
+                peak_flops=cluster.peak_flops(),
+                price=cluster.price,
+                device_interval_h=cluster.failure_interval_h,
+            )
         if self.output.json:
             row = {"kind": "loop", "budget": plan.budget, "devices": devices}
             row |= {"parameters": plan.parameters, "loss": plan.loss, "shape": plan.shape}
@@ -242,7 +244,7 @@ class LoopCommand:
 
 
 def rank_counts() -> tuple[int, ...]:
-    """Returns the numbers of ranks that this machine may run: powers of two, and all cores."""
+    """Returns the numbers of ranks to try on this machine: powers of two, and all cores."""
     from paceline.records.environment import available_processors
 
     cores = available_processors()
@@ -251,6 +253,6 @@ def rank_counts() -> tuple[int, ...]:
 
 
 def tell(stage: str, lines: Sequence[str]) -> None:
-    """Says what a stage has decided."""
+    """Prints the decision of a stage."""
     for line in lines:
         say(f"{stage}: {line}")

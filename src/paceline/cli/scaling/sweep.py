@@ -1,4 +1,4 @@
-"""``paceline sweep``: small runs that tell how large a model to train."""
+"""``paceline sweep``: trains small models to find out how large a model to train."""
 
 import contextlib
 import dataclasses
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from paceline.workflows.sweep.task import RunTask
 
 _LARGEST = 1 / 8
-"""Of the target, for the largest runs: a fit is not to be trusted much farther out."""
+"""FLOPs of the largest runs relative to the target; extrapolating further is unreliable."""
 _LIVE_PAUSE_S, _PAUSE_S = 2.0, 60.0
-"""Between two looks at the runs that are being made, with a terminal and without one."""
+"""Seconds between progress updates of active runs, with and without a terminal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SweepCommand:
             raise UsageError("--partition needs --executor slurm")
 
     def run(self) -> int:
-        """Makes the sweep, or says what it would be."""
+        """Runs the sweep, or prints its plan."""
         from paceline.training.toml_config import read_config
         from paceline.workflows.sweep.design import CHECKS, FIT
         from paceline.workflows.sweep.directory import ROWS, SweepDirectory
@@ -192,7 +192,7 @@ class SweepCommand:
 
 
 class SweepProgress:
-    """Shows how far a sweep is: a live table on a terminal, lines elsewhere.
+    """Shows the progress of a sweep: a live table on a terminal, lines elsewhere.
 
     Args:
         directory: The sweep.
@@ -206,7 +206,7 @@ class SweepProgress:
 
     @contextlib.contextmanager
     def open(self) -> "Iterator[SweepProgress]":
-        """Shows a table while it is open, if there is a terminal."""
+        """Shows a live table while open, if stderr is a terminal."""
         from rich.live import Live
 
         if not self._console.is_terminal:
@@ -217,7 +217,7 @@ class SweepProgress:
         self._live = None
 
     def change(self) -> None:
-        """Shows what has been planned and what has ended."""
+        """Shows planned and ended runs."""
         from paceline.workflows.sweep.table import sweep_table
 
         self._shown_s = time.monotonic()
@@ -227,7 +227,7 @@ class SweepProgress:
             self._live.update(sweep_table(self._directory), refresh=True)
 
     def wait(self, running: "Sequence[RunTask]") -> None:
-        """Shows now and then the progress of the current runs."""
+        """Shows the progress of active runs at regular intervals."""
         from paceline.workflows.sweep.progress import progress_text
 
         pause_s = _PAUSE_S if self._live is None else _LIVE_PAUSE_S

@@ -1,4 +1,4 @@
-"""``paceline scaling``: from the losses of small runs to the size of a large one."""
+"""``paceline scaling``: extrapolates from the losses of small runs to the size of a large one."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_json, say, stdout_console
+from paceline.cli.output import OutputOptions, print_json, say, stdout_console, work_progress
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class FitCommand:
             raise UsageError("--batch-tokens must be at least 1")
 
     def run(self) -> int:
-        """Prints what to train, what is doubtful, and draws it where that is asked for."""
+        """Prints decisions and findings, and draws plots if requested."""
         from paceline.scaling.allocation.decide import decide
         from paceline.scaling.checks.diagnose import diagnose
         from paceline.scaling.records import decision_records
@@ -78,7 +78,7 @@ class FitCommand:
                 batch_tokens=self.batch_tokens,
             )
         except UsageError:
-            # Where runs do not decide, what is wrong with them is all the more wanted.
+            # If the runs do not allow a decision, the findings explain why.
             if min(self.budgets, default=0) > 0:
                 for finding in diagnose(found, self.budgets, self.level):
                     say(str(finding))
@@ -136,7 +136,7 @@ class CheckCommand:
             _require_positive(flag, value)
 
     def run(self) -> int:
-        """Prints what the claim would cost, and what speaks against it."""
+        """Prints the cost of the claim, and findings against it."""
         from paceline.scaling.checks.claims import check_allocation, check_coefficients
         from paceline.scaling.records import claim_record
         from paceline.scaling.surface import tokens_for
@@ -188,7 +188,7 @@ class DesignCommand:
                 raise UsageError(f"{flag} and --candidates both list candidate runs; give one")
 
     def run(self) -> int:
-        """Prints the runs to make, and what will be known after them."""
+        """Prints the proposed runs, and the expected accuracy after them."""
         from paceline.reports.tables.scaling import runs_table
         from paceline.scaling import candidate_runs, propose_runs, read_sweep
         from paceline.scaling.experiments.candidates import learn_from, read_candidates
@@ -230,7 +230,7 @@ class ScalingCommand:
     )
 
     def run(self) -> int:
-        """Fits, checks or designs."""
+        """Runs the chosen task."""
         return self.task.run()
 
 
@@ -240,7 +240,8 @@ def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
     sweep = read_sweep(runs, name=options.sweep)
     for remark in sweep.remarks:
         say(f"{runs}: row {remark.row}: {remark.name}: {remark.message}")
-    return fit(sweep, num_draws=options.draws, seed=options.seed)
+    with work_progress("fitting by every method"):
+        return fit(sweep, num_draws=options.draws, seed=options.seed)
 
 
 def _print_findings(findings: "Sequence[Finding]") -> None:

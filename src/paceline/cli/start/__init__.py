@@ -1,1 +1,1 @@
-"""What a newcomer meets first: goals, and a demonstration."""
+"""Entry points for new users: a list of goals, and a demo."""

@@ -1,4 +1,4 @@
-"""``paceline demo``: the whole in a few minutes, on two cores and without a download."""
+"""``paceline demo``: an end-to-end demo in a few minutes, on two cores and without downloads."""
 
 import dataclasses
 import pathlib
@@ -28,7 +28,7 @@ class DemoCommand:
             raise UsageError("--steps must be at least 1")
 
     def run(self) -> int:
-        """Runs the demonstration, and says what came of it."""
+        """Runs the demo and prints its results."""
         from paceline.core.processes import termination_as_exit
         from paceline.reports.tables.planning.forecasts import outcome_table
         from paceline.workflows.demo import PROMPT, Demo

@@ -1,4 +1,4 @@
-"""What ``paceline`` alone prints: goals, and the command that each begins with."""
+"""The output of ``paceline`` without arguments: goals, and the first command for each."""
 
 _GOALS = (
     ("see it work, in five minutes", "paceline demo"),
@@ -18,7 +18,7 @@ _GOALS = (
 
 
 def goals_text() -> str:
-    """Returns goals with their commands, for a terminal of 80 columns."""
+    """Returns the goals with their commands, formatted for 80 columns."""
     lines = [
         "Paceline plans, runs and explains the data-parallel training of language models.",
         "",

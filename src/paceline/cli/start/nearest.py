@@ -1,4 +1,4 @@
-"""A command that does not exist, and the one that was meant."""
+"""Rejects unknown commands, and suggests the nearest known one."""
 
 import typing
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from paceline.core.errors import UsageError, did_you_mean
 
 
 def require_known_verb(arguments: Sequence[str], verbs: Any) -> None:
-    """Raises if a word in the place of a command is none.
+    """Raises an error for a word in the position of a command that is not one.
 
     Args:
         arguments: The command line.
         verbs: The union of commands, each annotated with its name; a command may have a field
-            whose type is such a union again.
+            whose type is again such a union.
     """
     known, path = _named(verbs), "paceline"
     for word in arguments:
@@ -29,16 +29,16 @@ def require_known_verb(arguments: Sequence[str], verbs: Any) -> None:
 
 
 def _hints(command: type) -> list[Any]:
-    """Returns the types of a command's fields; none where they are options alone."""
+    """Returns the types of a command's fields; empty if they cannot be resolved."""
     try:
         return list(typing.get_type_hints(command, include_extras=True).values())
     except (NameError, TypeError):
-        # Options may have types that only their work needs, and that loads later.
+        # Types of options may be imported for type checking only.
         return []
 
 
 def _named(annotation: Any) -> dict[str, Any]:
-    """Returns the types of a union that tyro.conf.subcommand has given names."""
+    """Returns the types in a union that are named with tyro.conf.subcommand, by name."""
     found: dict[str, Any] = {}
     for each in typing.get_args(annotation):
         if typing.get_origin(each) is Annotated:

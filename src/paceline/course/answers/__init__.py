@@ -1,1 +1,1 @@
-"""One module per group of questions: records in, blocks of a document out."""
+"""One module per group of questions. Each turns records into report blocks."""

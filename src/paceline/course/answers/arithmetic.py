@@ -1,4 +1,4 @@
-"""Answers without measurement: sums in low precision, autocast, accounting of a large model."""
+"""Answers without measurements: low-precision sums, autocast, accounting for a large model."""
 
 from typing import NamedTuple
 
@@ -27,23 +27,23 @@ _AUTOCAST_DTYPES = (
     ("loss (cross-entropy)", "float32", "float32"),
     ("gradients of the parameters", "float32", "float32"),
 )
-"""Of a linear layer, a layer norm and a linear layer under autocast: on CUDA, and on a CPU."""
+"""Dtypes of a linear, layer norm, linear stack under autocast: tensor, on CUDA, on a CPU."""
 
 
 class _Sum(NamedTuple):
-    """One term added many times, rounded after every addition."""
+    """A sum of many equal terms, rounded after every addition."""
 
     sum_dtype: str
     term_dtype: str
     result: float
     term: float
-    """The term as its dtype represents it."""
+    """The term, rounded to its dtype."""
     spacing: float
-    """How far apart the numbers of the sum's dtype are at the result."""
+    """Distance between neighbouring values of the sum's dtype at the result."""
 
 
 def _repeated_sum(sum_dtype: str, term_dtype: str) -> _Sum:
-    """A sum's two errors: of its terms, and of its own numbers, which may be further apart."""
+    """Returns a repeated sum with its two sources of error: the term and the spacing of the sum."""
     term = np.dtype(term_dtype).type(_TERM)
     total = np.dtype(sum_dtype).type(0)
     for _ in range(_NUM_TERMS):
@@ -52,7 +52,7 @@ def _repeated_sum(sum_dtype: str, term_dtype: str) -> _Sum:
 
 
 def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
-    """Adds 0.01 a thousand times in four ways."""
+    """Returns the results of adding 0.01 a thousand times with four pairs of dtypes."""
     sums = [_repeated_sum(total, term) for total, term, _ in _SUMS]
     worst = max(sums, key=lambda each: abs(each.result - _EXACT))
     represented = sums[2]
@@ -91,7 +91,7 @@ def calculate_sums(_evidence: Evidence) -> tuple[Block, ...]:
 
 
 def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
-    """Lists what autocast computes in which dtype."""
+    """Returns a table of the dtype of each tensor under autocast."""
     table = Table(
         headers=("tensor", "on CUDA", "on a CPU"),
         rows=_AUTOCAST_DTYPES,
@@ -115,7 +115,7 @@ def explain_autocast(_evidence: Evidence) -> tuple[Block, ...]:
 
 
 def calculate_accounting(_evidence: Evidence) -> tuple[Block, ...]:
-    """Answers the four accounting questions."""
+    """Returns the answers to the four accounting questions for xxl."""
     answers = account(model_preset("xxl"))
     states, sharded, fixed, free = (answer.values for answer in answers)
     findings = (

@@ -1,4 +1,4 @@
-"""What records of attention alone answer: its quadratic memory, and what tiles make of it."""
+"""Answers from attention benchmarks: quadratic memory, and how tiling avoids it."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _TIME_AND_MEMORY = {**_TIME, "attention-memory": "Memory of attention by length"
 
 
 def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers how time and memory of attention that stores its scores grow."""
+    """Returns the growth in time and memory of attention that stores its scores."""
     found = evidence.find("attention", implementation="naive", compile="none", causal=False)
     found = sorted(found, key=lambda each: [case_number(each, name) for name in _SIZES])
     groups = comparable_groups(found, _SIZES, holds=varies("context"))
@@ -34,7 +34,7 @@ def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
-    """Calculates the memory of one of the configurations that run out."""
+    """Calculates the memory of a configuration that runs out of memory."""
     batch = BatchShape(num_sequences=8, context_length=16384)
     scores = 4 * batch.num_sequences * batch.context_length**2
     saved, tiled = (
@@ -66,14 +66,14 @@ def calculate_naive(_evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_compiled_attention(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what compiling attention gains."""
+    """Returns the speedup of compiled attention."""
     found = evidence.find("attention", implementation="naive")
     groups = comparable_groups(found, ("compile", *_SIZES), holds=varies("compile"))
     return drawn_blocks(groups, compiled_findings, name="compiled", plots=_TIME)
 
 
 def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
-    """Shows which tiles FlashAttention-2 computes, and what is saved."""
+    """Returns a diagram of the tiles that FlashAttention-2 computes, and the memory it saves."""
     batch = BatchShape(num_sequences=1, context_length=16384)
     naive, tiled = (
         attention_saved_bytes(name, batch, 64, 2, causal=True) for name in ("naive", "tiled")
@@ -101,7 +101,7 @@ def explain_tiles(_evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_kernels(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what the Triton kernels take of a GPU, compiled ahead of time."""
+    """Returns the GPU resources that the Triton kernels use, compiled ahead of time."""
     found = evidence.find("kernel")
     measured = [record for record in found if record.metrics]
     if not measured:
@@ -148,7 +148,7 @@ def _kernel_findings(measured: Sequence[Record]) -> Iterator[Finding]:
 
 
 def answer_flash(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers how the implementations compare by length, head dim and dtype."""
+    """Returns a comparison of attention implementations by length, head dim and dtype."""
     found = evidence.find("attention", compile="none", causal=True)
     over = ("implementation", "dtype", *_SIZES)
     groups = comparable_groups(found, over, holds=varies("implementation"))

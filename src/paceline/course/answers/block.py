@@ -1,4 +1,4 @@
-"""A block of findings about records that were measured together."""
+"""Report blocks for groups of comparable records."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from paceline.reports.evidence.provenance import describe_environments, describe
 from paceline.reports.tables.table import Table, records_table
 
 Drawing: TypeAlias = tuple[str, Sequence[Record], str, str]
-"""A picture to be drawn: the plot, its records, the picture's name and its description."""
+"""A picture to draw: plot name, records, picture name, description."""
 
 
 def measured_block(
@@ -20,7 +20,7 @@ def measured_block(
     drawings: Iterable[Drawing],
     findings: Iterable[Finding],
 ) -> Block:
-    """Says where records of one place were measured, and with what, around what they show."""
+    """Returns a block with the hardware as its heading and the environments as its footer."""
     return Block(
         heading=describe_topology(group[0]),
         tables=tuple(tables),
@@ -38,9 +38,9 @@ def drawn_blocks(
     plots: Mapping[str, str],
     table: Callable[[Sequence[Record]], Table] = records_table,
 ) -> tuple[Block, ...]:
-    """Returns for each group that shows something its table, its pictures and its findings.
+    """Returns one block per group with findings: its table, pictures and findings.
 
-    The names of pictures begin with `name`; `plots` has their descriptions, by plot.
+    Picture names begin with `name`. `plots` maps plot names to picture descriptions.
     """
     blocks = []
     for number, group in enumerate(groups):

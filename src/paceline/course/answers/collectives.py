@@ -1,4 +1,4 @@
-"""What records of collectives answer: throughput by size and ranks, beside what a link carries."""
+"""Answers from collective benchmarks: throughput by size and ranks, against the link rate."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from paceline.reports.tables.table import records_table
 
 _OVER = ("size_bytes", "world_size", "threads")
 _FITTED = ("device", "hardware", "num_hosts", "backend", "dtype", *LINK_SHAPE)
-"""The case fields in which a fit agrees with what it was fitted to."""
+"""Case fields that a fit shares with the records it was fitted to."""
 
 
 def answer_all_reduce(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers how all-reduce's throughput depends on size and number of ranks."""
+    """Returns the throughput of all-reduce by message size and number of ranks."""
     blocks = []
     found = [each for each in evidence.find("comm", operation="all_reduce") if has_peers(each)]
     groups = comparable_groups(found, _OVER, holds=varies("size_bytes"))

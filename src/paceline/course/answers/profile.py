@@ -1,4 +1,4 @@
-"""What traces of a step answer: which work it is made of, and what its memory is for."""
+"""Answers from traces of a step: time by kind of work, and memory by category."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ _LARGEST_SHOWN = 6
 
 
 def answer_profile(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers which work a forward pass and a whole training step are made of."""
+    """Returns the time of a forward pass and of a whole training step by kind of work."""
     blocks: list[Block] = []
     for run in find_profile_runs(evidence):
         if not run.in_range("forward", of_kinds=False):
@@ -76,7 +76,7 @@ def _profile_tables(run: ProfileRun) -> tuple[Table, ...]:
 
 
 def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what memory is for over a step, by context, phase and format."""
+    """Returns memory over a step by category, for each context, phase and precision."""
     blocks = []
     predictions = [each for each in evidence.predictions("memory_timeline") if each.metrics]
     expected = {join_key(record) for record in predictions}
@@ -108,7 +108,10 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def _drawn(records: Sequence[Record]) -> list[Record]:
-    """Chooses a forward pass and a whole step at one context, the longest that both have."""
+    """Returns the records to draw: those of the context with most phases, the longest on a tie.
+
+    Only float32 records are considered if there are any.
+    """
     full = [record for record in records if record.case["precision"] == "float32"] or list(records)
     by_context: dict[float, list[Record]] = {}
     for record in full:
@@ -117,7 +120,7 @@ def _drawn(records: Sequence[Record]) -> list[Record]:
 
 
 def _allocations(evidence: Evidence, records: Sequence[Record]) -> list[Record]:
-    """Returns the largest allocations of the first of the steps for which they are known."""
+    """Returns the largest allocations of the first step that has allocation records."""
     for record in records:
         found = [
             allocation
@@ -130,7 +133,7 @@ def _allocations(evidence: Evidence, records: Sequence[Record]) -> list[Record]:
 
 
 def calculate_memory(_evidence: Evidence) -> tuple[Block, ...]:
-    """Calculates the courses' model, which few machines hold."""
+    """Calculates the memory of the courses' model, which is too large for most machines."""
     shape = model_preset(_COURSE_MODEL)
     precision = precision_preset("float32")
     sizes = []

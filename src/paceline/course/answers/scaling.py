@@ -1,4 +1,4 @@
-"""What training runs say of the best model for a budget: the scaling-law question."""
+"""Answer to the scaling-law question: the best model for a compute budget."""
 
 import functools
 import pathlib
@@ -19,13 +19,13 @@ _BUDGETS = (1e23, 1e24)
 _LEVEL = 0.9
 _NUM_DRAWS = 200
 _NOISE = 0.003
-"""Of the runs that are made up: that of repeated runs."""
+"""Noise of the synthetic runs: the spread of repeated runs."""
 _PLOTS = ("scaling-profiles", "scaling-laws")
 _ADVISED = "lowest_run"
 
 
 def answer_scaling(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers which model and how much data 1e23 and 1e24 FLOPs are best spent on."""
+    """Returns the compute-optimal model size and number of tokens at 1e23 and 1e24 FLOPs."""
     return (_answer(evidence.runs),)
 
 

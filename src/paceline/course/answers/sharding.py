@@ -1,4 +1,4 @@
-"""What records of sharded training answer: memory at three instants, its parts, and time."""
+"""Answers from sharded training: memory at three instants, by category, and step time."""
 
 from paceline.accounting import count_parameters, model_state_bytes
 from paceline.core.presets import model_preset
@@ -26,7 +26,7 @@ _STAGES: dict[StrategyName, tuple[str, str, str]] = {
 
 
 def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what sharding saves at each instant, and what the rest is."""
+    """Returns the memory that sharding saves at each instant, and the remaining memory by part."""
     blocks = []
     found = evidence.find("optimizer")
     groups = comparable_groups(found, OVER, holds=includes("strategy", BASELINE))
@@ -43,7 +43,7 @@ def answer_memory(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_time(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what sharding does to the time of a step."""
+    """Returns the effect of sharding on step time."""
     found = [
         record for record in evidence.find("optimizer") if record.metrics and has_peers(record)
     ]
@@ -52,7 +52,7 @@ def answer_time(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def calculate_states(_evidence: Evidence) -> tuple[Block, ...]:
-    """Calculates the states of the courses' model, and the volume of each stage."""
+    """Calculates the model states and communication volume of each ZeRO stage."""
     shape = model_preset(_MODEL)
     rows, totals = [], {}
     for strategy, (sharded, collectives, volume) in _STAGES.items():

@@ -1,4 +1,4 @@
-"""What records of training steps answer: time by model, warm-up, precision, compilation."""
+"""Answers from step benchmarks: time by model, warm-up, precision and compilation."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from paceline.reports.evidence.models import num_parameters
 
 
 def answer_sizes(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers how long each phase takes by model."""
+    """Returns the time of each phase by model."""
     found = _steps(evidence, precision="float32", compile="none")
     groups = [sorted(each, key=num_parameters) for each in comparable_groups(found, MODEL_FIELDS)]
     plots = {"step-time": "Time of forward, backward and optimizer by model"}
@@ -27,7 +27,7 @@ def answer_sizes(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_warmup(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what leaving out the warm-up does."""
+    """Returns the effect of the number of warm-up steps on measured step times."""
     found = [
         record
         for record in _steps(evidence, compile="none")
@@ -42,21 +42,21 @@ def answer_warmup(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_precision(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what bf16 and fp16 gain by model."""
+    """Returns the speedup of bf16 and fp16 over float32 by model."""
     groups = _groups_over("precision", _steps(evidence, compile="none"))
     plots = {"precision": "Time of forward, backward and optimizer by precision"}
     return drawn_blocks(groups, precision_findings, name="steps", plots=plots)
 
 
 def answer_compiled_step(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what compiling the whole model gains."""
+    """Returns the speedup of compiling the whole model."""
     groups = _groups_over("compile", _steps(evidence))
     plots = {"step-time": "Time of forward, backward and optimizer, compiled and not"}
     return drawn_blocks(groups, compile_findings, name="compiled", plots=plots)
 
 
 def _groups_over(field: str, records: Sequence[Record]) -> list[list[Record]]:
-    """Returns groups that differ in model and one field, by model."""
+    """Returns groups that differ only in the model and `field`, sorted by model size."""
     groups = comparable_groups(records, (field, *MODEL_FIELDS), holds=varies(field))
     return [
         sorted(group, key=lambda record: (num_parameters(record), str(record.case[field])))
@@ -65,7 +65,7 @@ def _groups_over(field: str, records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _steps(evidence: Evidence, **fields: CaseValue) -> list[Record]:
-    """Returns training steps of known models, with the times of all phases or with none."""
+    """Returns training steps of models with known dimensions: fully timed ones and failures."""
     return [
         record
         for record in evidence.find("step", phase="train", **fields)

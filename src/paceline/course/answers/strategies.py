@@ -1,4 +1,4 @@
-"""What records of data-parallel steps answer: what each way to average gradients costs."""
+"""Answers from data-parallel benchmarks: the cost of each way to average gradients."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ _SIZES = {"bucket-size": "Exposed communication by bucket size, measured and pre
 
 
 def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
-    """Says how equality with one process is shown."""
+    """Returns the command and test that show equality with training in one process."""
     finding = make_finding(
         "equality_with_one_process",
         "python course/benchmark_naive_ddp.py --model toy trains a toy model for ten steps with "
@@ -47,21 +47,21 @@ def explain_equality(_evidence: Evidence) -> tuple[Block, ...]:
 
 
 def answer_naive(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what one all-reduce per parameter costs."""
+    """Returns the cost of one all-reduce per parameter."""
     groups = strategy_groups(evidence, "naive")
     shown = [of_strategies(group, "none", "naive") for group in groups]
     return drawn_blocks(shown, naive_findings, name="naive", plots=_PHASES)
 
 
 def answer_flat(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what one all-reduce for everything gains over one per parameter."""
+    """Returns the gain of one all-reduce for all gradients over one per parameter."""
     groups = strategy_groups(evidence, "naive", "flat")
     shown = [of_strategies(group, "naive", "flat") for group in groups]
     return drawn_blocks(shown, flat_findings, name="flat", plots=_PHASES)
 
 
 def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
-    """Answers what communicating during backward gains, by parameter and by bucket."""
+    """Returns the gain of overlapping communication with backward, per parameter and per bucket."""
     blocks = []
     for number, group in enumerate(strategy_groups(evidence, "bucketed")):
         shown = of_strategies(group, *STRATEGIES)
@@ -80,7 +80,7 @@ def answer_overlap(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def _predictions(evidence: Evidence, group: Sequence[Record]) -> list[Record]:
-    """Returns what was predicted of the same steps, at any bucket size."""
+    """Returns predictions for the same steps with any strategy and bucket size."""
     case = group[0].case
     return [
         record
@@ -95,13 +95,13 @@ def _predictions(evidence: Evidence, group: Sequence[Record]) -> list[Record]:
 
 
 def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
-    """Shows one step of each strategy on one axis of time."""
+    """Returns timelines of one step of each strategy on a common time axis."""
     blocks = []
     found = [record for record in evidence.find("timeline") if has_peers(record)]
     for number, group in enumerate(comparable_groups(found, (*OVER, "rank"))):
         measured = [record for record in group if record.metrics]
         predictions = evidence.predictions_for("timeline", measured)
-        # Others' messages look longer by their wait for the rank that arrives last.
+        # On other ranks, messages appear longer: they include the wait for the slowest rank.
         waits_least = {
             strategy_text(record): record
             for record in sorted(measured, key=exposed_seconds, reverse=True)
@@ -114,7 +114,7 @@ def answer_traces(evidence: Evidence) -> tuple[Block, ...]:
 
 
 def calculate_overhead(evidence: Evidence) -> tuple[Block, ...]:
-    """Works out overhead and best bucket size, with measured numbers where there are any."""
+    """Calculates the overhead and best bucket size, from measurements if available."""
     overhead = find_overhead(evidence)
     description = "Four ways to average gradients, simulated with the overlap recurrence"
     return (

@@ -1,1 +1,1 @@
-"""What the measured figures mean, question by question."""
+"""Findings derived from measurements, one module per topic."""

@@ -1,4 +1,4 @@
-"""What the figures say of attention: its growth, compilation, implementations side by side."""
+"""Findings about attention: growth with length, compilation, implementations compared."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,14 @@ from paceline.records import Record
 from paceline.reports.evidence.fields import case_number
 
 _QUADRATIC = 1.5
-"""A power above this is nearer to the square than to the length itself."""
+"""Exponents above this are closer to quadratic than to linear growth."""
 
 
 def naive_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how attention that stores its scores grows, from records by head dim and length."""
+    """Yields findings on the growth of attention that stores its scores.
+
+    `records` must be sorted by head dim and length.
+    """
     by_head_dim: dict[float, list[Record]] = {}
     for record in records:
         if record.metrics:
@@ -72,7 +75,7 @@ def _saved_bytes(record: Record) -> Finding:
 
 
 def _missing(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields for each implementation where it stops."""
+    """Yields the shortest failed case of each implementation, or that all cases ran."""
     if all(record.metrics for record in records):
         yield make_finding("all_cases_ran", "All {num_cases} cases ran.", num_cases=len(records))
     for name in dict.fromkeys(_name(record) for record in records):
@@ -94,7 +97,7 @@ def _missing(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def compiled_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what compiling gains at the longest length, and over all."""
+    """Yields the speedup of compilation at the longest length and its range over all cases."""
     pairs = pairs_with_base(sorted(records, key=_size), "compile", "none", _size)
     if not pairs:
         return
@@ -115,12 +118,13 @@ def compiled_findings(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def flash_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how implementations compare where most of them were measured."""
+    """Yields a comparison of implementations at the case that most of them completed."""
     measured = [record for record in records if record.metrics]
     cases: dict[str, dict[str, Record]] = {}
     for record in sorted(measured, key=lambda record: (_size(record), str(record.case["dtype"]))):
         cases.setdefault(_describe(record), {})[_name(record)] = record
-    # The longest at which most of them, and so the one that stores its scores, still ran.
+    # The longest case with the most implementations. The naive one, which stores its scores and
+    # runs out of memory first, is then usually among them.
     found = max(reversed(cases.values()), key=len)
     if len(found) > 1:
         by_time = sorted(found.values(), key=lambda record: both_passes(record).value)
@@ -181,7 +185,7 @@ def _rate(record: Record) -> Iterator[Finding]:
 
 
 def _precision(records: Sequence[Record]) -> Iterator[Finding]:
-    """Compares dtypes of one implementation at the longest length that ran in both."""
+    """Yields bf16 against float32 for one implementation, at the longest length with both."""
     dtypes = [record for record in records if record.case["dtype"] in ("float32", "bfloat16")]
     pairs = pairs_with_base(dtypes, "dtype", "float32", _size)
     if not pairs:

@@ -1,4 +1,4 @@
-"""What all-reduces say: throughput by message size, by number of ranks, and beside a link."""
+"""Findings about all-reduce: throughput by message size and ranks, against the link rate."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,11 +11,14 @@ from paceline.records.links import is_loopback
 from paceline.reports.evidence.fields import case_number
 
 _SAME_SIZE = 0.01
-"""Sizes are rounded to whole numbers for each rank, so that equal ones differ by less than this."""
+"""Relative tolerance for the sizes of a fit, which are rounded to whole elements per rank."""
 
 
 def all_reduce_findings(records: Sequence[Record], fits: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how throughput depends on size and ranks, and what bounds it; records are by size."""
+    """Yields findings on throughput by size and ranks, and on its bottleneck.
+
+    `records` must be sorted by size.
+    """
     curves = _curves([record for record in records if record.metrics and _bus(record) > 0])
     if not curves:
         return
@@ -29,12 +32,12 @@ def all_reduce_findings(records: Sequence[Record], fits: Sequence[Record]) -> It
 
 
 def ranks_and_threads(record: Record) -> tuple[float, float]:
-    """Returns what must agree for messages to be of one curve."""
+    """Returns the world size and threads per rank, which are constant along a curve."""
     return case_number(record, "world_size"), case_number(record, "threads")
 
 
 def _curves(records: Sequence[Record]) -> dict[float, list[Record]]:
-    """Returns by number of ranks the sizes in order, of those with the same number of threads."""
+    """Returns the longest curve of each world size; a curve has one number of threads."""
     by_ranks: dict[tuple[float, float], list[Record]] = {}
     for record in records:
         by_ranks.setdefault(ranks_and_threads(record), []).append(record)

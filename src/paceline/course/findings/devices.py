@@ -1,4 +1,4 @@
-"""What a data sheet says of the device that a record was measured on; None where there is none."""
+"""Data-sheet values of the device that a record was measured on; None for unknown devices."""
 
 from typing import cast
 
@@ -9,7 +9,7 @@ from paceline.records import Record
 
 
 def memory_bandwidth(record: Record) -> float | None:
-    """Returns the bytes per second of the device's memory."""
+    """Returns the device's memory bandwidth in bytes per second."""
     try:
         return find_device(str(record.case["hardware"])).memory_bytes_per_s.value
     except HardwareError:
@@ -17,7 +17,7 @@ def memory_bandwidth(record: Record) -> float | None:
 
 
 def peak_flops(record: Record, dtype: str) -> float | None:
-    """Returns the device's peak in a dtype; that of TF32 where float32 matmuls are rounded."""
+    """Returns the device's peak FLOP/s in a dtype; the TF32 peak if float32 matmuls may use it."""
     if dtype == "float32" and record.case["float32_matmul_precision"] != "highest":
         dtype = "tfloat32"
     try:

@@ -1,4 +1,4 @@
-"""What throughput says beside the rate of a link: one judgement for collectives and for steps."""
+"""Throughput compared with the link rate, for both collectives and training steps."""
 
 from paceline.accounting.communication.collectives import bus_factor
 from paceline.core.finding import Finding
@@ -16,7 +16,7 @@ _MEANING = {
 
 
 def link_finding(record: Record, num_bytes: float, seconds: float) -> Finding:
-    """Holds the bus bandwidth of all-reduces, so many bytes in so long, against the link's rate."""
+    """Compares the bus bandwidth of all-reducing `num_bytes` in `seconds` with the link rate."""
     bus = float(bus_factor("all_reduce", case_number(record, "world_size"))) * num_bytes / seconds
     size = format_decimal(num_bytes, "B")
     link = find_link(record.case)

@@ -1,4 +1,4 @@
-"""What memory over a step says: what the peak holds, and what changes it."""
+"""Findings about memory over a step: the parts of the peak, and their changes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,10 @@ _PHASES = {
 
 
 def memory_findings(records: Sequence[Record], allocations: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what the peaks are made of, from records by context, the largest allocation first."""
+    """Yields the largest part of each peak, and its changes with context and precision.
+
+    `records` must be sorted by context, `allocations` by size, the largest first.
+    """
     full = [record for record in records if record.case["precision"] == "float32" and _peak(record)]
     for phase in dict.fromkeys(str(record.case["phase"]) for record in full):
         by_context = [record for record in full if record.case["phase"] == phase]
@@ -47,7 +50,7 @@ def _largest_part(record: Record) -> Finding:
 
 
 def _change(name: str, first: Record, last: Record) -> Finding:
-    """Compares two peaks, and names the part that changes most."""
+    """Compares two peaks and names the part that changed most."""
     before, after = _parts(first), _parts(last)
     most = max(before, key=lambda part: abs(after[part] - before[part]))
     return make_finding(
@@ -86,7 +89,7 @@ def _describe(record: Record) -> str:
 
 
 def _parts(record: Record) -> dict[str, float]:
-    """Returns what the peak holds, by what it is for."""
+    """Returns the bytes at the peak by category."""
     return {part: record.metrics[f"{part}_at_peak_bytes"].value for part in _PARTS}
 
 

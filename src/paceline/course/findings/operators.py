@@ -1,4 +1,4 @@
-"""What a traced step's operators say: which work dominates, how often, and whether counts agree."""
+"""Findings about a traced step: dominant operators, call counts, FLOPs against formulas."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,14 +12,18 @@ from paceline.traces.steps.operators import EVERYWHERE
 
 _MATMULS_PER_LAYER = 7
 _SOFTMAX_OPERATIONS = 5
-"""Of every score: compare, subtract, exponentiate, add and divide."""
+"""Per score: compare, subtract, exponentiate, add and divide."""
 _SCORE_OPERATIONS = 4
-"""Of every score and channel: a multiplication and an addition in each of the two matmuls."""
+"""Per score and channel: a multiplication and an addition in each of the two matmuls."""
 _NUM_OTHERS = 2
 
 
 def operator_findings(run: ProfileRun, stopwatch: Sequence[Record]) -> list[Finding]:
-    """Returns what a traced step tells, beside steps of any case that a stopwatch timed."""
+    """Returns findings about a traced step.
+
+    `stopwatch` holds step benchmarks of any case. Those of the same step are compared with the
+    trace.
+    """
     phases = ["forward"]
     if run.in_range("backward", of_kinds=True):
         phases += ["backward", "optimizer", EVERYWHERE]
@@ -33,10 +37,10 @@ def operator_findings(run: ProfileRun, stopwatch: Sequence[Record]) -> list[Find
 
 
 def comparable_flops(run: ProfileRun) -> list[Record]:
-    """Returns the predicted FLOPs of matmuls for which the trace counted the same ones.
+    """Returns the predictions of matmul FLOPs that the trace can confirm.
 
-    The trace of a GPU has kernels, whose FLOPs are not known, and what a fused attention multiplies
-    is not among its matmuls.
+    GPU traces list kernels, whose FLOPs are unknown. The matmuls inside fused attention are not
+    traced as matmuls, so ranges with fused attention are left out.
     """
     counted = {join_key(record) for record in run.operators if record.metrics["flops"].value}
     return [
@@ -113,7 +117,7 @@ def _matmul_flops(run: ProfileRun) -> Iterator[Finding]:
 
 
 def _matmul_count(run: ProfileRun) -> Iterator[Finding]:
-    # A matmul of torch may take several kernels, so those of a GPU's trace are not counted.
+    # One torch matmul may launch several kernels, so matmul kernels of GPU traces do not count.
     calls = sum(
         record.metrics["num_calls"].value
         for record in run.in_range("forward", of_kinds=False)
@@ -152,7 +156,7 @@ def _trace_to_stopwatch(run: ProfileRun, stopwatch: Sequence[Record]) -> Iterato
 
 
 def _is_same_step(run: ProfileRun, record: Record) -> bool:
-    """Whether a stopwatch timed what the run traced, on the same device."""
+    """Returns whether a step benchmark timed the traced step on the same machine."""
     step_time, memory = record.metrics.get("step_time_s"), run.memory
     if memory is None or step_time is None or step_time.value <= 0:
         return False
@@ -167,7 +171,7 @@ def _model_field(run: ProfileRun, field: str) -> int | None:
 
 
 def _time_s(run: ProfileRun, name: str, work: OpClass | None = None) -> float:
-    """Returns the time of a range, or of one kind of work in it."""
+    """Returns the time of a range, or of one kind of work in the range."""
     return sum(
         own_time_s(record)
         for record in run.in_range(name, of_kinds=True)

@@ -1,4 +1,4 @@
-"""The equation of bucketed data parallelism with figures put in, measured ones where there are."""
+"""The overhead equation of bucketed data parallelism, with measured values if available."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -19,24 +19,24 @@ _NEEDED = {
     "algorithm_bandwidth_bytes_per_s": "bytes_per_s",
     "latency_s": "latency_s",
 }
-"""What the equation calls the metrics of a prediction."""
-# For stores without measurements: a model of 2e9 float32 parameters on fast links.
+"""The equation's argument for each metric of a prediction."""
+# Used without measurements: a model of 2e9 float32 parameters on fast links.
 _EXAMPLE = {"total_bytes": 8e9, "bytes_per_s": 1e11, "latency_s": 2e-5}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What the equation is filled with."""
+    """Inputs of the overhead equation."""
 
     source: str
-    """Where the figures are from."""
+    """Origin of the figures."""
     figures: Mapping[str, float]
     without: Record | None = None
-    """The same step without any communication, which tells how long backward takes."""
+    """The same step without communication, which gives the time of backward."""
 
     @property
     def working(self) -> tuple[Explanation, ...]:
-        """The equation worked out, and once more for the backward that was measured."""
+        """The worked equation, and a second time with the measured backward if there is one."""
         balanced = explain_overhead(**self.figures)
         if self.without is None:
             return (balanced,)
@@ -45,9 +45,9 @@ class Overhead:
 
 
 def find_overhead(evidence: Evidence) -> Overhead:
-    """Returns what was measured of the group that a prediction was made for, or an example."""
+    """Returns the inputs from the first complete prediction, or an example without one."""
     for record in evidence.predictions("ddp"):
-        # A fit without a slope has no bandwidth, and one through the origin no latency.
+        # A fit with zero slope gives no bandwidth; a fit through the origin gives no latency.
         figures = {
             name: metric.value
             for key, name in _NEEDED.items()
@@ -67,13 +67,13 @@ def find_overhead(evidence: Evidence) -> Overhead:
 
 
 def _is_same_step(without: Record, record: Record) -> bool:
-    """Returns whether records differ in nothing but the strategy, not in batch or context."""
+    """Returns whether two records differ only in strategy and bucket size."""
     case = {**without.case, **{field: record.case[field] for field in OVER}}
     return join_key(msgspec.structs.replace(without, case=case)) == join_key(record)
 
 
 def overhead_findings(overhead: Overhead) -> Iterator[Finding]:
-    """Yields which buckets are best, each time under what assumption."""
+    """Yields the overhead equation and the best bucket size under each assumption."""
     balanced, *measured = (working.values for working in overhead.working)
     yield make_finding(
         "overhead_equation",

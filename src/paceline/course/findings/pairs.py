@@ -1,4 +1,4 @@
-"""Records that differ in one field, and how long forward and backward of one take by the other."""
+"""Pairs of records that differ in one field, and the ratio of their forward and backward times."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from paceline.reports.evidence.comparison import Ratio, compare
 def pairs_with_base(
     records: Sequence[Record], field: str, base: CaseValue, key: Callable[[Record], object]
 ) -> list[tuple[Record, Record]]:
-    """Returns each measured record with that of the same key and the base value of a field."""
+    """Pairs each measured record with the one of the same key whose `field` is `base`."""
     measured = [record for record in records if record.metrics]
     bases = {key(record): record for record in measured if record.case[field] == base}
     return [
@@ -20,7 +20,10 @@ def pairs_with_base(
 
 
 def both_passes(record: Record) -> Metric:
-    """Returns the time of both passes; steps and older records have that of each only."""
+    """Returns the time of forward plus backward.
+
+    Step records and older records have no such metric; their two times are added.
+    """
     both = record.metrics.get("both_time_s")
     if both is not None:
         return both
@@ -30,5 +33,5 @@ def both_passes(record: Record) -> Metric:
 
 
 def compare_passes(subject: Record, baseline: Record) -> Ratio | None:
-    """Compares the time of both passes of cases that ran one after the other."""
+    """Compares the time of forward plus backward of two cases that did not run interleaved."""
     return compare(both_passes(subject), both_passes(baseline))

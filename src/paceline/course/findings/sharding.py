@@ -1,4 +1,4 @@
-"""What sharded training says: memory at three instants, and the time of a step."""
+"""Findings about sharded training: memory at three instants, and step time."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ _PREDICTED = "predicted_peak_before_step_bytes"
 
 
 def memory_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what sharding saves at each instant, and whether the peaks are the predicted ones."""
+    """Yields peak memory with and without sharding, and the worst error of its prediction."""
     baseline = _find_baseline(records)
     parts = {name: baseline.metrics[f"before_step_{name}_bytes"].value for name in _PARTS}
     largest = max(parts, key=lambda name: parts[name])
@@ -59,7 +59,7 @@ def memory_findings(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def time_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what sharding does to the time of a step and of the optimizer."""
+    """Yields the effect of sharding on step time and optimizer time."""
     baseline = _find_baseline(records)
     before = baseline.metrics
     for record in records:

@@ -1,4 +1,4 @@
-"""What the times of training steps say: phases, sizes, warm-up, precisions, compilation."""
+"""Findings about step times: phases, model sizes, warm-up, precision, compilation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,12 +20,15 @@ _SLOWER = "the first is slower than all later ones"
 
 
 def seconds(record: Record, name: str) -> float:
-    """Returns the median time of a phase, or of the step."""
+    """Returns the median time of a phase or of the whole step."""
     return record.metrics[f"{name}_time_s"].value
 
 
 def size_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how long each phase takes by model, the smallest first, failures among them."""
+    """Yields findings on phase times by model.
+
+    `records` must be sorted by model size and may contain failures.
+    """
     measured = [record for record in records if record.metrics]
     first, last = measured[0], measured[-1]
     yield _longest_phase(last)
@@ -73,7 +76,7 @@ def _backward_to_forward(record: Record) -> Iterator[Finding]:
 
 
 def _largest_spread(records: Sequence[Record]) -> Finding:
-    """Looks at every phase of every model: one that is steady must not hide one that is not."""
+    """Returns the largest relative spread of any phase and model, so that none is averaged away."""
     spread, phase, model = max(
         ((metric.std or 0.0) / metric.value, phase, model_name(record))
         for record in records
@@ -127,7 +130,7 @@ def _optimizer_bandwidth(record: Record) -> Finding:
 
 
 def warmup_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what leaving out the warm-up does, from the smallest number of warm-up steps on."""
+    """Yields the effect of warm-up; `records` must be sorted by number of warm-up steps."""
     measured = [record for record in records if record.metrics]
     yield from _first_step(measured[0])
     for record in measured:
@@ -144,7 +147,7 @@ def warmup_findings(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _first_step(record: Record) -> Iterator[Finding]:
-    """Lays the first sample beside later ones of its own run: other runs may differ in all."""
+    """Compares the first sample with later ones of the same run; other runs are not comparable."""
     first, *others = record.metrics["step_time_s"].samples or (0.0,)
     if not others:
         return
@@ -172,7 +175,7 @@ def _first_step(record: Record) -> Iterator[Finding]:
 
 
 def precision_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what bf16 and fp16 gain over fp32, by model."""
+    """Yields the speedup of bf16 and fp16 over fp32, by model."""
     for record, base in pairs_with_base(records, "precision", "float32", model_key):
         precision = str(record.case["precision"])
         half = peak_flops(record, precision_preset(precision).compute)
@@ -193,7 +196,7 @@ def precision_findings(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def compile_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what compiling each model gains over the same model as it is."""
+    """Yields the speedup of each compiled model over the same model in eager mode."""
     for record, base in pairs_with_base(records, "compile", "none", model_key):
         yield make_finding(
             "compiled_to_plain_step",

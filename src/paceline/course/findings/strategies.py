@@ -1,4 +1,4 @@
-"""What the steps of data-parallel strategies say: communication after backward, and during it."""
+"""Findings about data-parallel strategies: communication after backward and during backward."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -23,11 +23,11 @@ _RIVALS = {
     "torch_ddp": "torch's DistributedDataParallel",
 }
 _CLOSE = {"alike": "no clear difference from", "unknown": "too few samples to compare with"}
-"""What is said of bucket sizes that may be as good as the best."""
+"""Wording for bucket sizes that may be as good as the best, by verdict."""
 
 
 def naive_findings(group: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what one all-reduce per parameter costs, beside a step without communication."""
+    """Yields the cost of one all-reduce per parameter, against a step without communication."""
     (naive,) = of_strategies(group, "naive")
     step_s, exposed_s = step_seconds(naive), exposed_seconds(naive)
     yield make_finding(
@@ -46,7 +46,7 @@ def naive_findings(group: Sequence[Record]) -> Iterator[Finding]:
 
 
 def flat_findings(group: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what one all-reduce for everything gains: the same bytes, fewer calls, a copy more."""
+    """Yields the gain of a single all-reduce: the same bytes, fewer calls, one more copy."""
     naive, flat = of_strategies(group, "naive", "flat")
     yield make_finding(
         "flat_step",
@@ -69,7 +69,7 @@ def flat_findings(group: Sequence[Record]) -> Iterator[Finding]:
 
 
 def overlap_findings(records: Sequence[Record], predictions: Sequence[Record]) -> Iterator[Finding]:
-    """Yields how the best bucket size fares against the other strategies and the model."""
+    """Yields the best bucket size against the other strategies and against its prediction."""
     buckets = of_strategies(records, "bucketed")
     best = min(buckets, key=step_seconds)
     yield _best_bucket(best, buckets)
@@ -118,7 +118,7 @@ def _exposed(best: Record) -> Finding:
 
 
 def _against_none(record: Record, none: Record) -> Finding:
-    """Tells what communication costs altogether: the wait for it, and slower computing."""
+    """Returns the total cost of communication: exposed time plus slower compute."""
     exposed_s = exposed_seconds(record)
     return make_finding(
         "step_against_none",
@@ -184,7 +184,7 @@ def _prediction(buckets: Sequence[Record], predictions: Sequence[Record]) -> Fin
 
 
 def trace_findings(waiting_least: Mapping[str, Record]) -> list[Finding]:
-    """Tells how much of communication overlaps, by strategy on the rank that waits least."""
+    """Returns the overlapped share of communication by strategy, on the rank that waits least."""
     findings = []
     for name, record in waiting_least.items():
         overlapped = record.metrics.get("overlapped_communication_s")

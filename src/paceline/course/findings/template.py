@@ -1,8 +1,9 @@
-"""How a finding is made: one template, filled with its own figures, and one way to judge them.
+"""Builds findings from message templates, and compares figures in one consistent way.
 
-The figures of a message are those that the finding carries, written by the units in their names, so
-that the two cannot differ. A verdict is less, more, or that there is no difference to speak of:
-within 10% for two figures, no clear difference for two sets of samples; too few samples: unknown.
+A message is formatted from the figures that the finding carries, so the two cannot disagree. The
+suffix of a figure's name gives its unit. A verdict is "less", "more" or "alike". Two figures are
+alike within 10%; two sets of samples are alike if there is no clear difference. With too few
+samples, the verdict is "unknown".
 """
 
 from typing import NamedTuple
@@ -12,19 +13,19 @@ from paceline.core.units import format_binary_bytes, format_decimal, format_seco
 from paceline.reports.evidence.comparison import Ratio, Standing
 
 ALIKE = 0.1
-"""The one threshold of all findings: figures that differ by no more than this share agree."""
+"""Relative tolerance of all findings; figures within it count as alike."""
 _RATES = {"flops_per_s": "FLOP/s", "bytes_per_s": "B/s"}
 _LARGEST_COUNT = 1e9
-"""What is larger is written with an exponent."""
+"""Counts of at least this are written with an exponent."""
 
 
 def make_finding(
     name: str, template: str, remedy: str = "", /, **values: float | str | Ratio | None
 ) -> Finding:
-    """Fills a template with words, and with numbers and ratios, which are the finding's figures.
+    """Returns a finding whose message is `template` filled with `values`.
 
-    A number is written by the unit in its name, unless its field has a format such as
-    ``{result:.4f}``; None is unknown.
+    Numbers and ratios also become the finding's figures. A number is formatted by the unit in its
+    name, unless its field has a format such as ``{result:.4f}``. None is written as "unknown".
     """
     figures: dict[str, float] = {}
     texts: dict[str, object] = {}
@@ -51,15 +52,16 @@ class _Figure(NamedTuple):
 
 
 def format_ratio(ratio: Ratio) -> str:
-    """Writes a ratio and its verdict, such as ``0.73 times (interval 0.72 to 0.75: less)``."""
+    """Formats a ratio and its verdict, such as ``0.73 times (interval 0.72 to 0.75: less)``."""
     if ratio.standing == "unknown":
-        return f"{ratio.value:.3g} times (unknown: too few samples, {ratio.num_samples})"
+        samples = "1 sample" if ratio.num_samples == 1 else f"{ratio.num_samples} samples"
+        return f"{ratio.value:.3g} times (from only {samples})"
     verdict = "no clear difference" if ratio.standing == "alike" else ratio.standing
     return f"{ratio.value:.3g} times (interval {ratio.low:.3g} to {ratio.high:.3g}: {verdict})"
 
 
 def format_figure(name: str, value: float) -> str:
-    """Writes a figure by the unit in its name, such as ``peak_bytes`` in GiB."""
+    """Formats a figure by the unit in its name, such as ``peak_bytes`` in GiB."""
     for suffix, unit in _RATES.items():
         if name.endswith(suffix):
             return format_decimal(value, unit)
@@ -75,7 +77,7 @@ def format_figure(name: str, value: float) -> str:
 
 
 def standing(value: float, reference: float) -> Standing:
-    """Says whether a figure is less than a reference, more, or alike."""
+    """Returns "less", "more", or "alike" if a figure is within `ALIKE` of the reference."""
     change = value / reference - 1
     if abs(change) <= ALIKE:
         return "alike"
@@ -83,7 +85,7 @@ def standing(value: float, reference: float) -> Standing:
 
 
 def against(value: float, reference: float) -> str:
-    """Writes the verdict with the difference, such as ``within 10% (+3%)``."""
+    """Formats the verdict with the difference, such as ``within 10% (+3%)``."""
     verdict = standing(value, reference)
     text = f"within {ALIKE:.0%}" if verdict == "alike" else verdict
     return f"{text} ({value / reference - 1:+.0%})"

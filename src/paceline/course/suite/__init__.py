@@ -1,1 +1,1 @@
-"""What the report measures: cases by preset."""
+"""The benchmark suites behind the report: cases by preset."""

@@ -1,6 +1,7 @@
-"""The suites: which commands measure what a report needs.
+"""The suites: the commands that measure everything a report needs.
 
-Words and records of a command follow from one description, so that the two cannot part.
+Each `SuiteCase` defines both a command line and the records it should produce, so that the two
+cannot diverge.
 """
 
 import functools
@@ -15,12 +16,12 @@ from paceline.workflows.cases import Fields, SuiteCase
 
 _BATCH = 4
 _CONTEXT = 128
-"""Tokens per sequence wherever the question does not vary them."""
+"""Tokens per sequence, unless the question varies the context."""
 _PRECISIONS = ("float32", "bfloat16")
 _KERNELS: dict[str, CaseValue] = {"head_dim": 64, "mask": "causal", "lengths": "even", "group": 1}
-"""One variant of every kernel: the usual one of training."""
+"""The variant of every kernel that training usually runs."""
 _OVERLAP_RATE = "2gbit"
-"""A link that takes about as long as backward of the laptop's model."""
+"""At this rate, communication takes about as long as backward of the laptop model."""
 _STRATEGIES: tuple[StrategyName, ...] = (
     *("torch_ddp", "none", "naive", "flat", "overlapped", "bucketed"),
 )
@@ -30,7 +31,7 @@ _OVERLAP = "ddp_overlap_individual_parameters, ddp_overlap_bucketed"
 
 
 def suite_cases(preset: PresetName, *, quick: bool = False) -> tuple[SuiteCase, ...]:
-    """Returns the cases of a preset in the order of the report; quick ones are smaller."""
+    """Returns the cases of a preset in report order; `quick` selects a smaller suite."""
     scale = find_scale(preset, quick=quick)
     return (
         *_step_cases(scale),
@@ -171,22 +172,22 @@ def _communication_cases(scale: Scale) -> Iterator[SuiteCase]:
 
 
 def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
-    """Yields steps of strategies and traces of them: on links where a laptop emulates them.
+    """Yields step benchmarks and traces of the strategies, on emulated links on a laptop.
 
-    A comparison holds all its variants in memory at once, so there are two: of the strategies, and
-    of the sizes of buckets. Both begin with the same variant, to which ratios are.
+    A comparison keeps all its variants in memory at once, so strategies and bucket sizes are
+    compared separately. Both comparisons begin with the same variant, the baseline of the ratios.
     """
     fields: Fields = {"model": scale.parallel_model, "device": scale.device}
     fields |= {"batch": scale.parallel_batch, "context": _CONTEXT}
     defaults: dict[str, CaseValue] = {"precision": "float32", "compile": "none"}
     if scale.lab_rates:
-        # On virtual hosts, the lab says how many ranks there are.
+        # On virtual hosts, the lab sets the number of ranks.
         defaults["world_size"] = 2
     else:
         fields["world_size"], defaults["num_hosts"] = scale.world_sizes[-1], 1
     rate = _OVERLAP_RATE if scale.lab_rates else None
-    # Figures that were warmed up differently are not laid side by side; "auto" needs five rounds
-    # before it has chosen.
+    # Results with different warm-up are not comparable, so both comparisons use the same. "auto"
+    # needs five rounds to choose a bucket size.
     warmup = 5 if "auto" in scale.bucket_sizes else 1
 
     def case(*, rounds: int, warmup: int, num_variants: int, **options: Any) -> SuiteCase:
@@ -229,7 +230,7 @@ def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
 
 
 def _sharding_case(scale: Scale) -> SuiteCase:
-    """Returns the memory of steps by what it holds, with and without sharding."""
+    """Returns the benchmark of memory by category, with and without sharding."""
     fields: Fields = {"model": scale.sharded_model, "device": scale.device}
     return SuiteCase(
         name="sharding",

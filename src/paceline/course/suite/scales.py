@@ -1,4 +1,4 @@
-"""How large a suite is on each kind of machine: models, sizes, samples."""
+"""Suite sizes for each kind of machine: models, message sizes, samples."""
 
 import dataclasses
 from typing import Literal
@@ -10,17 +10,17 @@ PresetName = Literal["laptop", "2gpu", "8gpu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the cases of a preset are."""
+    """Sizes of the cases of a preset."""
 
     device: str
     models: dict[str, float]
-    """Models of the step's benchmark, each with the seconds that it takes about."""
+    """Models of the step benchmark, each with its approximate duration in seconds."""
     step_warmup: int
     steps: int
     small_model: str
-    """For warm-up, compilation and traces."""
+    """Model for warm-up, compilation and traces."""
     contexts: tuple[int, ...]
-    """Of memory's timelines; the first also of the forward pass."""
+    """Contexts of the memory timelines; the forward pass uses the first."""
     attention_widths: tuple[int, ...]
     attention_lengths: tuple[int, ...]
     compiled_lengths: tuple[int, ...]
@@ -32,33 +32,33 @@ class Scale:
     world_sizes: tuple[int, ...]
     lab_rates: tuple[str, ...]
     parallel_model: str
-    """Of a comparison of strategies, which holds up to ten of them at once."""
+    """Model for comparing strategies; up to ten variants are in memory at once."""
     parallel_batch: int
     bucket_sizes: tuple[int | str, ...]
     rounds: int
     round_s: float
-    """What a round of the parallel model takes about, by one strategy."""
+    """Approximate duration of one round of the parallel model with one strategy."""
     sharded_model: str
     sharded_ranks: int
     sharded: tuple[StrategyName, ...]
     architectures: tuple[str, ...]
     seconds: float
-    """What a case of middling size takes about."""
+    """Approximate duration of a medium-sized case."""
 
 
 _QUICK_LAPTOP = Scale(
     device="cpu",
-    models={"bytes-34M": 25, "small": 45},
+    models={"bytes-6M": 12, "bytes-34M": 25},
     step_warmup=1,
     steps=3,
-    small_model="bytes-34M",
+    small_model="bytes-6M",
     contexts=(256, 128),
     attention_widths=(64,),
-    attention_lengths=(256, 1024, 4096, 8192),
-    compiled_lengths=(1024, 4096),
+    attention_lengths=(256, 1024, 4096),
+    compiled_lengths=(1024,),
     implementations=("naive", "tiled", "sdpa"),
     flash_widths=(64,),
-    flash_lengths=(1024, 4096),
+    flash_lengths=(512, 2048),
     attention_limit_s=1,
     messages=("1MB", "10MB", "100MB"),
     world_sizes=(2, 4),
@@ -66,19 +66,19 @@ _QUICK_LAPTOP = Scale(
     parallel_model="bytes-34M",
     parallel_batch=4,
     bucket_sizes=(1, 100),
-    rounds=4,
+    rounds=3,
     round_s=3.0,
     sharded_model="bytes-34M",
     sharded_ranks=2,
     sharded=("torch_ddp", "sharded_optimizer", "sharded"),
     architectures=("sm90",),
-    seconds=18,
+    seconds=15,
 )
 _LAPTOP = dataclasses.replace(
     _QUICK_LAPTOP,
     models={"bytes-34M": 40, "small": 70, "medium": 180, "large": 400, "xl": 15, "2.7B": 15},
     step_warmup=2,
-    steps=6,  # The fewest from which a comparison concludes.
+    steps=6,  # The minimum for a comparison to reach a verdict.
     small_model="small",
     contexts=(256, 128, 512),
     attention_widths=(16, 32, 64, 128),
@@ -132,7 +132,7 @@ _QUICK_GPU = dataclasses.replace(
 
 
 def find_scale(preset: PresetName, *, quick: bool) -> Scale:
-    """Returns the scale of a preset; quick ones have smaller models, fewer sizes and samples."""
+    """Returns the scale of a preset; `quick` selects smaller models, fewer sizes and samples."""
     if preset == "laptop":
         return _QUICK_LAPTOP if quick else _LAPTOP
     scale = _QUICK_GPU if quick else _GPU

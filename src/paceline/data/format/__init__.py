@@ -1,1 +1,1 @@
-"""A prepared dataset on disk or in S3: shards of tokens and one manifest."""
+"""The format of a prepared dataset on disk or in S3: token shards and one manifest."""

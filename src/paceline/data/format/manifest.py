@@ -1,9 +1,9 @@
-"""The manifest of a prepared dataset: what is in it, and how to know that it is intact.
+"""The manifest of a prepared dataset: its contents, and digests to check its integrity.
 
-A split ("train", "heldout") is one stream of tokens, cut into shards of `shard_tokens` tokens each,
-the last one shorter. Token t is in shard t // shard_tokens, at t % shard_tokens: nothing has to be
-searched. The entries of the shards, digests above all, stay undecoded until somebody verifies or
-fetches a shard, so that a manifest of 10^5 shards opens in milliseconds.
+A split ("train", "heldout") is one stream of tokens, cut into shards of `shard_tokens` tokens each;
+the last one may be shorter. Token t is in shard t // shard_tokens, at t % shard_tokens: no search
+is needed. The shard entries, which are mostly digests, are decoded only to verify or fetch a shard,
+so a manifest of 10^5 shards opens in milliseconds.
 """
 
 import functools
@@ -27,7 +27,7 @@ TokenType = Literal["uint16", "uint32"]
 SPLITS: tuple[SplitName, ...] = ("train", "heldout")
 
 DOCUMENT_END_DTYPE = "<u4"
-"""The type of the ends of a shard's documents."""
+"""The dtype of the document ends in a shard."""
 _DOCUMENT_END_BYTES = 4
 
 
@@ -54,15 +54,15 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_tokens: int
     num_documents: int
     shards: msgspec.Raw
-    """The entries of its shards, in order, as JSON."""
+    """The shard entries in order, as JSON."""
 
     def shard_entries(self) -> list[ShardEntry]:
-        """Decodes the entries of the shards."""
+        """Decodes the shard entries."""
         return msgspec.json.decode(self.shards, type=list[ShardEntry])
 
 
 class SourceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file that documents were read from, as it was then."""
+    """A file that documents were read from, and its state at that time."""
 
     name: str
     num_bytes: int
@@ -70,16 +70,16 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Documents that were left out for one reason."""
+    """Documents that were dropped for one reason."""
 
     num_documents: int
     num_bytes: int
     examples: list[str]
-    """Where some of them are."""
+    """Locations of some of them."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What a prepared dataset is made of."""
+    """The description of a prepared dataset."""
 
     schema: int
     dtype: TokenType
@@ -89,12 +89,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The token that follows every document."""
     tokenizer_blake3: str
     options: dict[str, str | int | float | bool | None]
-    """The options that decide the bytes of the shards."""
+    """The options that determine the bytes of the shards."""
     sources: list[SourceFile]
     num_source_bytes: int
-    """Bytes of the documents that were kept, before they became tokens."""
+    """Bytes of the kept documents before tokenization."""
     dropped: dict[str, Dropped]
-    """What was left out, by reason."""
+    """Dropped documents, by reason."""
     splits: dict[SplitName, Split]
 
     @property
@@ -104,49 +104,49 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def stored_dtype(self) -> str:
-        """The type of a shard's tokens with its byte order, as NumPy writes it."""
+        """The dtype of a shard's tokens with its byte order, in NumPy notation."""
         return f"<u{self.token_bytes}"
 
     @property
     def source_bytes_per_token(self) -> float:
-        """Bytes of text that a token stands for, in the mean over all splits."""
+        """Mean number of bytes of text per token, over all splits."""
         num_tokens = sum(split.num_tokens for split in self.splits.values())
         return self.num_source_bytes / max(1, num_tokens)
 
     def shard_sizes(self, entry: ShardEntry) -> ShardSizes:
-        """Returns how many bytes the two files of a shard have."""
+        """Returns the sizes of the two files of a shard in bytes."""
         return ShardSizes(
             tokens=entry.num_tokens * self.token_bytes,
             documents=entry.num_documents * _DOCUMENT_END_BYTES,
         )
 
     def num_shards(self, split: SplitName) -> int:
-        """Returns how many shards a split has."""
+        """Returns the number of shards of a split."""
         return -(-self.splits[split].num_tokens // self.shard_tokens)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The identity of this dataset: equal manifests describe equal bytes."""
+        """Digest that identifies the dataset: equal manifests describe equal bytes."""
         return blake3.blake3(encode_manifest(self)).hexdigest()
 
 
 def tokens_name(split: SplitName, shard: int) -> str:
-    """Returns the name of a shard's tokens."""
+    """Returns the name of a shard's token file."""
     return f"{split}/{shard:08d}.tokens"
 
 
 def documents_name(split: SplitName, shard: int) -> str:
-    """Returns the name of the ends of the documents in a shard."""
+    """Returns the name of a shard's file of document ends."""
     return f"{split}/{shard:08d}.documents"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Returns the bytes that are stored."""
+    """Returns the manifest as the bytes that are stored."""
     return msgspec.json.encode(manifest) + b"\n"
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """Reads the manifest of a dataset; every defect is an error that names the field."""
+    """Reads the manifest of a dataset; the error for an invalid one names the field."""
     where = f"{storage.url}/{MANIFEST}"
     try:
         content = storage.read(MANIFEST)
@@ -164,6 +164,6 @@ def read_manifest(storage: Storage) -> Manifest:
             f"{where}: schema {manifest.schema}, but this version of Paceline reads {SCHEMA}; "
             "prepare the dataset again"
         )
-    # Of the bytes as they are stored: encoding a large manifest again takes longer than reading.
+    # Computed from the stored bytes: re-encoding a large manifest takes longer than reading it.
     manifest.__dict__["fingerprint"] = blake3.blake3(content).hexdigest()
     return manifest

@@ -1,1 +1,1 @@
-"""Looking at a prepared dataset: is it intact, and what is in it."""
+"""Inspection of a prepared dataset: its integrity and its contents."""

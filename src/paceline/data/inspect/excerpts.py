@@ -1,4 +1,4 @@
-"""The beginnings of some documents of a split."""
+"""The first tokens of some documents of a split."""
 
 from collections.abc import Iterator
 
@@ -27,6 +27,6 @@ def document_beginnings(
     size = manifest.token_bytes
     for index in chosen[: len(starts)]:
         start = int(starts[index])
-        end = min(start + num_tokens, int(ends[index]) - 1)  # Without the token that ends it.
+        end = min(start + num_tokens, int(ends[index]) - 1)  # Without the end-of-document token.
         content = storage.read_range(tokens_name(split, 0), start * size, end * size)
         yield np.frombuffer(content, manifest.stored_dtype)

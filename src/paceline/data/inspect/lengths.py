@@ -1,4 +1,4 @@
-"""How long the documents of a split are, counted in powers of two without holding them."""
+"""A histogram of document lengths of a split in powers of two, computed shard by shard."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from paceline.data.storage import Storage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentLengths:
-    """A histogram of documents by their tokens, the one that ends each included."""
+    """A histogram of document lengths in tokens, including the end-of-document token."""
 
     counts: tuple[int, ...]
     """Documents of 1, 2 to 3, 4 to 7, ... tokens."""
@@ -20,7 +20,7 @@ class DocumentLengths:
 
     @property
     def median_bin(self) -> int:
-        """The place in `counts` that holds the median document."""
+        """Index in `counts` of the bin with the median document."""
         below = np.cumsum(self.counts)
         return int(np.searchsorted(below, (self.num_documents + 1) // 2))
 
@@ -28,14 +28,14 @@ class DocumentLengths:
 def document_lengths(
     storage: Storage, manifest: Manifest, split: SplitName, max_shards: int | None = None
 ) -> DocumentLengths:
-    """Counts the documents of a split's first shards, of all of them unless told how many."""
+    """Counts the documents of a split's first `max_shards` shards, by default of all shards."""
     counts = np.zeros(64, np.int64)
     begun = num_tokens = longest = 0
     num_shards = manifest.num_shards(split)
     for shard in range(num_shards if max_shards is None else min(max_shards, num_shards)):
         content = storage.read(documents_name(split, shard))
         ends = np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)
-        # The first document of a shard may have begun in one before.
+        # The first document of a shard may have started in an earlier shard.
         lengths = np.diff(ends, prepend=-begun)
         begun = (begun if not ends.size else -int(ends[-1])) + manifest.shard_tokens
         if lengths.size:

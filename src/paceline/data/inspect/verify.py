@@ -1,4 +1,4 @@
-"""Whether a prepared dataset holds what its manifest says, read in parts of bounded size."""
+"""Verifies a prepared dataset against its manifest, reading in parts of bounded size."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,13 +21,13 @@ _PART_BYTES = 2**24
 _REMEDY = "prepare the dataset again, or restore the file from a backup"
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that were read, and all there are."""
+"""Receives the number of bytes read and the total."""
 
 
 def verify(
     storage: Storage, manifest: Manifest, progress: Progress = lambda done, total: None
 ) -> Iterator[Finding]:
-    """Yields what is wrong with a dataset; nothing if all is as its manifest says."""
+    """Yields the defects of a dataset; nothing if it matches its manifest."""
     sizes = storage.sizes()
     expected = {
         name: size for split in manifest.splits for name, size in _expected_sizes(manifest, split)
@@ -70,7 +70,7 @@ def _wrong_sizes(
 def _verify_shard(
     storage: Storage, manifest: Manifest, names: tuple[str, str], entry: ShardEntry
 ) -> Iterator[Finding]:
-    """Yields what is wrong with the contents of a shard whose files have the right size."""
+    """Yields the defects in the contents of a shard whose files have the right sizes."""
     documents, tokens = names
     content = storage.read(documents)
     if blake3.blake3(content).hexdigest() != entry.documents_blake3:
@@ -100,7 +100,7 @@ def _verify_shard(
 
 
 def _parts(storage: Storage, name: str, num_tokens: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yields a shard's tokens, of `size` bytes each, in parts with the place of their first."""
+    """Yields a shard's tokens, of `size` bytes each, in parts with their first index."""
     step = _PART_BYTES // size
     for start in range(0, num_tokens, step):
         end = min(start + step, num_tokens)

@@ -1,1 +1,1 @@
-"""From shards to batches: memory-mapped, prefetched, resumable at any world size."""
+"""Batches from shards: memory-mapped, prefetched, resumable at any world size."""

@@ -1,9 +1,9 @@
-"""Documents of other libraries, packed into the same batches.
+"""Adapters that pack documents of other libraries into batches.
 
-Hugging Face datasets and Grain read, filter and shuffle in their own ways and know where they are.
-`PackedDocuments` takes documents of token ids from any of them, lays them end to end, cuts
-sequences and carries the library's own state through: of a document that was cut, it keeps where
-that document began and how many of its tokens were used, never the tokens.
+Hugging Face datasets and Grain read, filter and shuffle by themselves and have their own state.
+`PackedDocuments` takes documents of token ids from any of them, concatenates them and cuts
+sequences. Its state contains the library's own state: for a document that was cut, the state before
+that document and the number of its tokens already used, never the tokens.
 """
 
 import collections
@@ -25,15 +25,15 @@ class PackedDocuments:
     """Batches of one rank, packed from documents.
 
     Args:
-        documents: An iterable of documents. To be resumable, it or its iterator has state_dict and
-            load_state_dict (Hugging Face datasets) or get_state and set_state (Grain). Each rank
-            needs documents of its own.
-        context_length: Tokens that a sequence feeds to the model.
+        documents: An iterable of documents. To be resumable, it or its iterator needs state_dict
+            and load_state_dict (Hugging Face datasets), or its iterator needs get_state and
+            set_state (Grain). Each rank needs different documents.
+        context_length: Tokens in a sequence, without the last target.
         batch_size: Sequences of this rank per step.
-        end_of_document: Token to put after each document; None if they have it already.
-        tokens_of: From an item of `documents` to its token ids; items are token ids by default.
-        document_boundaries: Also give each token's position in its document and the number of that
-            document.
+        end_of_document: Token to append to each document; None if documents already end with it.
+        tokens_of: Maps an item of `documents` to its token ids; by default, items are token ids.
+        document_boundaries: Whether batches also have each token's position in its document and
+            the document's number.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PackedDocuments:
         self._tokens_of = tokens_of
         self._document_boundaries = document_boundaries
         self._iterator: Iterator[Any] | None = None
-        # Documents with tokens that are still to come, each with the state from before it was read.
+        # Documents with unused tokens, each with the state from before it was read.
         self._pending: collections.deque[tuple[Any, npt.NDArray[np.int64]]] = collections.deque()
         self._num_used = 0
         self._num_pending = 0
@@ -93,7 +93,7 @@ class PackedDocuments:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the documents were left, in the library's terms, and inside which one."""
+        """Returns the library's state before the current document, and the tokens used of it."""
         before = self._pending[0][0] if self._pending else self._library_state()
         return {
             "schema": _SCHEMA,
@@ -103,7 +103,7 @@ class PackedDocuments:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another one was left."""
+        """Resumes from the `state` of another instance."""
         documents = copy.deepcopy(state["documents"])
         self._iterator = None
         if hasattr(self._documents, "load_state_dict"):

@@ -1,7 +1,7 @@
 """The batch at any position of a run's stream, as a pure function of config and position.
 
-Nothing here remembers what was read before. `TokenLoader` walks over the positions in order, but
-ranks, workers, a resumed run or an audit may ask for any of them.
+Reading has no state. `TokenLoader` visits the positions in order, but ranks, workers, a resumed run
+or an audit may read any of them.
 """
 
 import dataclasses
@@ -21,39 +21,39 @@ from paceline.data.sampling.stream import SampleStream
 
 TokenRows = npt.NDArray[np.int64]
 Allocate = Callable[[tuple[int, int]], TokenRows]
-"""Makes the array that a batch's tokens are read to."""
+"""Allocates the array for a batch's tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Sequences of one rank in one step."""
+    """The sequences of one rank in one step."""
 
     rows: TokenRows
-    """A sequence's context and its last target in each row."""
+    """One sequence per row: its context and its last target."""
     positions: npt.NDArray[np.int64] | None = None
-    """Of each token in its document, or in the part of it that this sequence has."""
+    """Position of each token in its document, or in the part of it in this sequence."""
     document_ids: npt.NDArray[np.int64] | None = None
-    """Of each token, counted from 0 in each sequence: attention within documents compares them."""
+    """Document number of each token, from 0 in each sequence, to mask attention by document."""
     step: int
     """The step of the run."""
     first_sample: int
-    """The first position of the stream that this batch holds."""
+    """The first position of the stream in this batch."""
     digest: int | None = None
-    """Of its samples; the digests of the ranks of a step add up to the step's, modulo 2^64."""
+    """Digest of the samples; the digests of all ranks add up to the step's digest, modulo 2^64."""
 
     @property
     def tokens(self) -> TokenRows:
-        """What the model is fed."""
+        """The model's inputs."""
         return self.rows[:, :-1]
 
     @property
     def targets(self) -> TokenRows:
-        """What it should predict: the tokens, one place on."""
+        """The tokens to predict: the inputs shifted by one."""
         return self.rows[:, 1:]
 
     @property
     def num_samples(self) -> int:
-        """Sequences in this batch."""
+        """Number of sequences in this batch."""
         return len(self.rows)
 
     @property
@@ -71,7 +71,7 @@ class BatchReader:
 
     Args:
         config: The datasets and their order.
-        allocate: Makes the arrays of tokens; NumPy's by default.
+        allocate: Allocates the token arrays; NumPy's by default.
     """
 
     def __init__(self, config: LoaderConfig, *, allocate: Allocate | None = None) -> None:
@@ -102,7 +102,7 @@ class BatchReader:
         return self._stream.locate(positions)
 
     def fetch_ahead(self, sources: IndexArray, samples: IndexArray) -> None:
-        """Begins to fetch the shards of samples, if they are not local."""
+        """Starts to fetch the shards of samples, if they are not local."""
         for number, source in enumerate(self._sources):
             source.fetch_ahead(samples[sources == number])
 
@@ -116,9 +116,9 @@ class BatchReader:
         """Returns the samples at consecutive `positions`.
 
         Args:
-            positions: Places in the stream.
-            located: What `locate` gave for them, if it was asked before.
-            step: The step that the batch is for.
+            positions: Positions in the stream.
+            located: The result of `locate` for them, if already known.
+            step: The step of the batch.
         """
         sources, samples = located or self.locate(positions)
         rows = self._read_rows(sources, samples)
@@ -144,7 +144,7 @@ class BatchReader:
         return total % 2**64
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Releases all files."""
         for source in self._sources:
             source.close()
 
@@ -171,6 +171,6 @@ def _allocate(shape: tuple[int, int]) -> TokenRows:
 
 
 def document_positions(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Returns each token's distance from the last start of a document, or of its row."""
+    """Returns each token's distance from the last document start, or from the start of its row."""
     indices = np.arange(starts.shape[1])
     return indices - np.maximum.accumulate(np.where(starts, indices, 0), axis=1)

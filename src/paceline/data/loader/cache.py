@@ -1,9 +1,9 @@
-"""Shards from S3 in a local directory of bounded size, which the processes of a machine share.
+"""A local cache of shards from S3, with bounded size, shared by the processes of a machine.
 
-A shard is fetched whole, as only a whole one can be checked against its digest, and takes its name
-when it is complete. When there is no room, those go that nobody has open and that were not opened
-for longest. A file is locked while it is mapped, also by other processes, so that what is deleted
-frees its space at once. Several processes that want the same shard fetch it once.
+A shard is fetched whole, because only a whole shard can be checked against its digest, and is
+renamed when it is complete. When the cache is full, the least recently opened files that no process
+has open are deleted. A file stays locked while any process has it mapped, so deleting a file frees
+its space immediately. Processes that need the same shard fetch it only once.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ from paceline.data.storage.local import LocalStorage
 
 _NUM_LOCKS = 64
 _CHECKS = 2
-"""Times that a shard is fetched before its digest counts as wrong."""
+"""Number of times that a shard with a wrong digest is fetched before it is an error."""
 _FETCHES_AT_ONCE = 2
 _ABANDONED_S = 3600.0
-"""Age at which an unfinished file must be that of a killed process."""
+"""Age at which a partial file must belong to a killed process."""
 
 
 class ShardCache:
     """Files of one split of a dataset, fetched when they are first opened.
 
     Args:
-        storage: Where the dataset is.
-        manifest: Its manifest, which knows the digests.
-        split: The split.
-        directory: Where fetched files are kept, of this and of other datasets.
-        most_bytes: What all files in the directory may take.
+        storage: The storage of the dataset.
+        manifest: The dataset's manifest, which has the digests.
+        split: The split to cache.
+        directory: Directory for fetched files, of this and other datasets.
+        most_bytes: Maximum total size of the files in the directory.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardCache:
         self._fetch_ahead: FetchAhead | None = None
 
     def open(self, name: str) -> BinaryIO:
-        """Returns a file that stays where it is until it is closed and unmapped."""
+        """Returns an open file that is not evicted until it is closed and unmapped."""
         while True:
             file = self._open_cached(name)
             if file is not None:
@@ -69,13 +69,13 @@ class ShardCache:
             self._fetch(name)
 
     def fetch_ahead(self, names: Iterable[str]) -> None:
-        """Begins to fetch files that will be opened soon; what fails is left to `open`."""
+        """Starts to fetch files that will be opened soon; errors are left to `open`."""
         if self._fetch_ahead is None:
             self._fetch_ahead = FetchAhead(self._fetch, _FETCHES_AT_ONCE)
         self._fetch_ahead.ask(name for name in names if not self._files.path(name).exists())
 
     def close(self) -> None:
-        """Fetches nothing more."""
+        """Stops fetching ahead."""
         if self._fetch_ahead is not None:
             self._fetch_ahead.close()
             self._fetch_ahead = None
@@ -86,7 +86,7 @@ class ShardCache:
         except FileNotFoundError:
             return None
         try:
-            # The lock belongs to the open file, which its mapping keeps open.
+            # The lock belongs to the open file description, which the mapping keeps open.
             fcntl.flock(file, fcntl.LOCK_SH)
             status = os.fstat(file.fileno())
             if status.st_nlink and status.st_size == self._expected(name)[1]:
@@ -95,26 +95,20 @@ class ShardCache:
         except BaseException:
             file.close()
             raise
-        file.close()  # Deleted before it was locked.
+        file.close()  # It was deleted before it was locked, or has the wrong size.
         return None
 
     def _fetch(self, name: str) -> None:
         with self._locked(f"fetch-{_stable_hash(name) % _NUM_LOCKS}"):
             if self._is_there(name):
-                return  # Another process has fetched it meanwhile.
+                return  # Another process has fetched it in the meantime.
             content = self._read_checked(name)
             with self._locked("room"):
                 self._make_room(name, len(content))
-                try:
-                    self._files.write(name, content)
-                except OSError as error:
-                    raise DataError(
-                        f"{self._root}: cannot cache {name}: {error.strerror}; free disk space or "
-                        "name another cache directory"
-                    ) from error
+                self._files.write(name, content)
 
     def _expected(self, name: str) -> tuple[str, int]:
-        """Returns the digest and the size that a file must have."""
+        """Returns the expected digest and size of a file."""
         path = pathlib.PurePosixPath(name)
         entry = self._entries[int(path.stem)]
         sizes = self._manifest.shard_sizes(entry)
@@ -175,7 +169,7 @@ class ShardCache:
 
 
 def _delete_unused(path: pathlib.Path, modified: float) -> bool:
-    """Deletes a file that nobody has open; tells whether it did."""
+    """Deletes a file unless a process has it open; returns whether it was deleted."""
     if path.name.startswith(".") and time.time() - modified < _ABANDONED_S:
         return False
     try:
@@ -188,5 +182,5 @@ def _delete_unused(path: pathlib.Path, modified: float) -> bool:
 
 
 def _stable_hash(name: str) -> int:
-    """Returns a number that is the same in every process, unlike that of `hash`."""
+    """Returns a hash that is the same in every process, unlike `hash`."""
     return int.from_bytes(blake3.blake3(name.encode()).digest(4), "little")

@@ -1,4 +1,4 @@
-"""What a run reads, in which order. Torch-free, because the command line parses with it."""
+"""Configuration of the data loader. Free of torch, because the command line imports it."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """The batches of a run."""
+    """The configuration of a run's batches."""
 
     sources: tuple[SourceConfig, ...]
     """Prepared datasets to read."""

@@ -1,8 +1,8 @@
-"""Threads that do in advance what will be needed soon, and keep nothing alive.
+"""Background threads that fetch files before they are needed, and keep no object alive.
 
-What fails is left to whoever needs it: the same will fail again there, where it can be reported.
-The threads end with `close`, with the last reference to their owner, or with the interpreter, which
-waits for the one thing that each has begun.
+Errors are ignored: the same fetch fails again where the file is needed and is reported there. The
+threads end with `close`, with the last reference to their owner, or with the interpreter, which
+waits for the fetch that each thread has in flight.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 
 
 class FetchAhead:
-    """Calls a method for names, in threads.
+    """Calls a method for each requested name, in threads.
 
     Args:
         fetch: A bound method; its object is not kept alive.
-        num_threads: Calls at a time.
+        num_threads: Number of concurrent calls.
     """
 
     def __init__(self, fetch: Callable[[str], None], num_threads: int) -> None:
@@ -39,14 +39,14 @@ class FetchAhead:
             thread.start()
 
     def ask(self, names: Iterable[str]) -> None:
-        """Has the method called for names that it is not being called for already."""
+        """Queues a call for each name, unless one is already queued or in flight."""
         for name in names:
             if name not in self._asked:
                 self._asked.add(name)
                 self._names.put(name)
 
     def close(self) -> None:
-        """Begins nothing more, and waits for what was begun."""
+        """Starts no more calls, and waits for those in flight."""
         self._finalizer()
 
 
@@ -62,7 +62,7 @@ def _call_for_names(
             return
         with contextlib.suppress(Exception):
             method(name)
-        del method  # Or the wait for the next name would keep its object alive.
+        del method  # Otherwise the wait for the next name would keep its object alive.
         asked.discard(name)
 
 

@@ -1,8 +1,8 @@
-"""Batches of a run, in order, for one of its ranks; resumable anywhere, at any world size.
+"""The batches of one rank in order, resumable at any position and world size.
 
-The state is where the stream was left, in samples of all ranks together, and what the stream is
-made of. It does not know ranks, batch sizes or what was read ahead, and is a few hundred bytes
-whatever the size of the dataset.
+The state is the position in the stream, counted in samples of all ranks, and the identity of the
+stream. It does not depend on ranks, batch size or prefetched batches, and takes a few hundred bytes
+for a dataset of any size.
 """
 
 import itertools
@@ -20,7 +20,8 @@ from paceline.data.sampling.stream import rank_range
 
 _SCHEMA = 1
 _SAMPLES_LOCATED_AT_ONCE = 4096
-"""Locating a few samples takes as long as locating thousands; so far ahead, shards are fetched."""
+"""Locating thousands of samples takes as long as locating a few. Shards are fetched this far
+ahead."""
 
 
 class TokenLoader:
@@ -28,10 +29,10 @@ class TokenLoader:
 
     Args:
         config: The datasets, their order and the batch.
-        rank: This process among those that share each batch.
-        world_size: How many there are.
-        allocate: Makes the arrays of tokens; NumPy's by default.
-        every: Gives every n-th batch only, for workers that take turns.
+        rank: Rank of this process among those that share each batch.
+        world_size: Number of ranks.
+        allocate: Allocates the token arrays; NumPy's by default.
+        every: Yields only every n-th batch, for workers that alternate.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class TokenLoader:
         allocate: Allocate | None = None,
         every: int = 1,
     ) -> None:
-        rank_range(0, config.batch_size, rank, world_size)  # Refuses what cannot be.
+        rank_range(0, config.batch_size, rank, world_size)  # Raises if the arguments are invalid.
         self.config = config
         self._rank, self._world_size = rank, world_size
         self._every = every
@@ -69,14 +70,14 @@ class TokenLoader:
         try:
             batch = next(self._batches)
         except BaseException:
-            self._end_batches()  # Asked again, it reads the same batch: a failure may be passing.
+            self._end_batches()  # The next call retries the batch: the failure may be transient.
             raise
         self._step = batch.step + self._every
         self._consumed_samples += self._every * self.config.batch_size
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the stream was left, after the batches that were taken."""
+        """Returns the position in the stream after the batches returned so far."""
         return {
             "schema": _SCHEMA,
             "consumed_samples": self._consumed_samples,
@@ -85,7 +86,7 @@ class TokenLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another loader was left, of any world size and batch size."""
+        """Resumes from the `state` of a loader of any world size and batch size."""
         self._end_batches()
         if state.get("schema") != _SCHEMA:
             raise DataError(
@@ -102,13 +103,13 @@ class TokenLoader:
         self._step = state["step"]
 
     def skip(self, num_batches: int) -> None:
-        """Leaves out the next batches, without reading them."""
+        """Skips the next `num_batches` batches without reading them."""
         self._end_batches()
         self._consumed_samples += num_batches * self.config.batch_size
         self._step += num_batches
 
     def close(self) -> None:
-        """Ends the prefetching thread and lets go of all files."""
+        """Ends the prefetch thread and releases all files."""
         self._end_batches()
         self.reader.close()
 
@@ -127,8 +128,8 @@ class TokenLoader:
 def _read_batches(
     reader: BatchReader, own: range, *, first_sample: int, step: int, every: int
 ) -> Iterator[Batch]:
-    """Yields a rank's batches; `own` are its positions among those of a step."""
-    # Not a method: the thread that runs it must not keep the loader alive.
+    """Yields a rank's batches; `own` are its positions within a step."""
+    # Not a method, because the thread that runs it must not keep the loader alive.
     num_steps = max(1, _SAMPLES_LOCATED_AT_ONCE // len(own))
     stride = every * reader.config.batch_size
     offsets = np.arange(num_steps)[:, None] * stride + np.arange(own.start, own.stop)

@@ -1,6 +1,6 @@
-"""A thread that makes the next few items while the present one is used.
+"""A thread that prefetches the next few items while the current one is used.
 
-An error in the thread comes to whoever takes the item that it prevented, with the thread's own
+An error in the thread is raised to the consumer in place of the failed item, with the thread's
 traceback. The thread ends with `close`, with the last reference to its owner, or with the
 interpreter, whichever is first: it never keeps a program alive.
 """
@@ -25,18 +25,18 @@ class _End:
 
 
 class Prefetcher(Generic[_Item]):
-    """Takes items from an iterator in a thread, a bounded number ahead.
+    """Reads items from an iterator in a thread, a bounded number ahead.
 
     Args:
-        items: The iterator, which belongs to the thread from now on; closed with it if it can be.
-        depth: Items that are made before they are taken.
+        items: The iterator, which the thread takes over, and closes at the end if it has `close`.
+        depth: Number of items to prefetch.
     """
 
     def __init__(self, items: Iterator[_Item], depth: int) -> None:
         ready: queue.SimpleQueue[_Item | _Failure | _End] = queue.SimpleQueue()
         room = threading.Semaphore(depth)
         stop = threading.Event()
-        # The thread knows none of `self`: else the owner could never be collected.
+        # The thread has no reference to `self`; otherwise the owner could never be collected.
         thread = threading.Thread(
             target=_make_items,
             args=(items, ready, room, stop),
@@ -65,7 +65,7 @@ class Prefetcher(Generic[_Item]):
         return made
 
     def close(self) -> None:
-        """Ends the thread, and waits for it."""
+        """Ends the thread and waits for it."""
         self._is_over = True
         self._finalizer()
 

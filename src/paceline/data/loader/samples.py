@@ -1,8 +1,8 @@
 """Samples of one split of a prepared dataset.
 
 With a context of T tokens, sample n is the tokens [n*T, n*T + T + 1) of the split's stream: inputs
-and targets, one token apart. It may run on from one shard to the next. Where it lies is arithmetic;
-no index is read.
+and targets, shifted by one token. A sample may cross shard boundaries. Its location is computed; no
+index is read.
 """
 
 from collections.abc import Iterable
@@ -29,10 +29,10 @@ class SplitSamples:
 
     Args:
         manifest: The dataset's manifest.
-        split: Which of its streams.
-        files: Its files.
-        context_length: Tokens of a sample, but for the last target.
-        place: The dataset's directory or URL, for messages.
+        split: The split to read.
+        files: The dataset's files.
+        context_length: Tokens in a sample, without the last target.
+        place: The dataset's directory or URL, for error messages.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SplitSamples:
         self._files = files
 
     def read(self, samples: IndexArray, rows: Iterable[TokenRow]) -> None:
-        """Copies the tokens of `samples` to `rows`, one row of context length + 1 for each."""
+        """Copies the tokens of `samples` to `rows`, one row of context length + 1 per sample."""
         length = self.context_length + 1
         shards, offsets = np.divmod(samples * self.context_length, self._shard_tokens)
         at_once: dict[int, TokenArray] = {}
@@ -76,20 +76,20 @@ class SplitSamples:
                 self._read_across(row, shard, offset)
 
     def document_starts(self, samples: IndexArray) -> npt.NDArray[np.bool_]:
-        """Marks the tokens inside of each sample's context with which a new document starts.
+        """Marks the tokens in each sample's context that start a new document.
 
-        The first token is not marked: it starts a document or goes on with one that was cut.
+        The first token is never marked: it starts a document or continues one that was cut.
         """
         marks = np.zeros((len(samples), self.context_length), dtype=np.bool_)
         firsts = (samples * self.context_length).tolist()
         for row, first in zip(marks, firsts, strict=True):
-            # A document starts where another ends, and that end is listed in the shard of the token
-            # before it.
+            # A document starts where the previous one ends, and that end is listed in the shard of
+            # the token before it.
             last = first + self.context_length - 1
             for shard in range(first // self._shard_tokens, (last - 1) // self._shard_tokens + 1):
                 shard_start = shard * self._shard_tokens
                 ends = self._files.array(documents_name(self._split, shard), DOCUMENT_END_DTYPE)
-                # As uint32: searching for a wider integer would copy the whole file to that type.
+                # As uint32: searching for a wider integer would convert a copy of the whole file.
                 low = np.uint32(max(first - shard_start, 0))
                 high = np.uint32(min(last - shard_start, self._shard_tokens))
                 inside = slice(
@@ -100,7 +100,7 @@ class SplitSamples:
         return marks
 
     def files_of(self, samples: IndexArray) -> list[str]:
-        """Returns the names of the files of tokens that `samples` lie in."""
+        """Returns the names of the token files that contain `samples`."""
         firsts = samples * self.context_length
         shards = np.concatenate([firsts, firsts + self.context_length]) // self._shard_tokens
         return [tokens_name(self._split, shard) for shard in np.unique(shards).tolist()]

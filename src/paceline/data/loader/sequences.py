@@ -1,7 +1,8 @@
-"""A run's stream as a map from position to sequence, for loaders that bring their own workers.
+"""A run's stream as a map-style dataset, for loaders that have their own workers.
 
-Grain and torch's DataLoader take any object with a length and items. The order is in the stream
-already: take the items as they come, without shuffling, and a position is all there is to resume.
+Grain and torch's DataLoader accept any object with a length and items. The stream is already
+shuffled: read the items in order, without shuffling. The position is then all the state needed to
+resume.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ SequenceArrays = dict[str, npt.NDArray[np.int64]]
 
 
 class TokenSequences:
-    """Sequences by position of the stream; opened anew in each worker.
+    """Sequences by position in the stream; each worker opens the files itself.
 
     Args:
-        config: The datasets and their order; batch size and prefetch do not matter here.
-        num_samples: The length; by default as many as the sources have in an epoch, together.
+        config: The datasets and their order; batch size and prefetch are ignored.
+        num_samples: The length; by default the sum of one epoch of each source.
     """
 
     def __init__(self, config: LoaderConfig, *, num_samples: int | None = None) -> None:
@@ -32,7 +33,7 @@ class TokenSequences:
 
     @property
     def reader(self) -> BatchReader:
-        """Reads the samples."""
+        """The reader of the samples, opened on first use in each process."""
         if self._reader is None:
             self._reader = BatchReader(dataclasses.replace(self.config, digests=False))
         return self._reader
@@ -44,7 +45,7 @@ class TokenSequences:
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[SequenceArrays]:
-        """Returns several sequences, which need not be consecutive; torch asks for a batch so."""
+        """Returns several sequences, not necessarily consecutive; torch calls this per batch."""
         for position in positions:
             if not 0 <= position < self._num_samples:
                 raise IndexError(f"position {position} of {self._num_samples}")
@@ -58,4 +59,4 @@ class TokenSequences:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None}  # Maps of files do not travel to workers.
+        return {**self.__dict__, "_reader": None}  # Memory maps cannot be sent to workers.

@@ -1,9 +1,8 @@
-"""Memory-mapped shards, a bounded number of them at a time.
+"""Memory-mapped shards, a bounded number at a time.
 
-A shard's file is opened when a token of it is first asked for, and the one that was not used for
-longest is let go: a run over 10^5 shards neither opens them all nor looks at any that it does not
-read. A file of another size than the manifest says is refused, as reading past the end of a mapped
-file would kill the process.
+A shard's file is opened on first access, and the least recently used file is unmapped: a run over
+10^5 shards opens only the shards that it reads, and never all at once. A file whose size differs
+from the manifest is an error, because reading past the end of a mapped file would kill the process.
 """
 
 import collections
@@ -20,7 +19,7 @@ from paceline.core.errors import DataError
 MOST_OPEN = 256
 
 OpenFile = Callable[[str], BinaryIO]
-"""From the name of a shard's file to the open file on this machine."""
+"""Maps the name of a shard's file to the open local file."""
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
 
@@ -29,7 +28,7 @@ class ShardFiles:
 
     Args:
         open_file: Opens a file; may fetch it first.
-        most_open: Files that are mapped at a time.
+        most_open: Maximum number of mapped files.
     """
 
     def __init__(self, open_file: OpenFile, *, most_open: int = MOST_OPEN) -> None:
@@ -38,13 +37,13 @@ class ShardFiles:
         self._mapped: collections.OrderedDict[str, TokenArray] = collections.OrderedDict()
 
     def array(self, name: str, dtype: str, num_items: int | None = None) -> TokenArray:
-        """Returns a file's content, mapped; one that has not `num_items` is an error."""
+        """Returns a file's content, memory-mapped; raises unless it has `num_items` items."""
         mapped = self._mapped.get(name)
         if mapped is not None:
             self._mapped.move_to_end(name)
             return mapped
         while len(self._mapped) >= self._most_open:
-            self._mapped.popitem(last=False)  # Unmapped when its last reader is done with it.
+            self._mapped.popitem(last=False)  # Unmapped when no array refers to it any more.
         try:
             with self._open_file(name) as file:
                 mapped = _map(file, np.dtype(dtype), num_items)
@@ -57,7 +56,7 @@ class ShardFiles:
         return mapped
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Releases all files."""
         self._mapped.clear()
 
 
@@ -71,5 +70,5 @@ def _map(file: BinaryIO, dtype: np.dtype[Any], num_items: int | None) -> TokenAr
         )
     if not num_bytes:
         return np.empty(0, dtype=dtype)
-    # A plain array over the mapping: slicing np.memmap takes several times as long.
+    # A plain array over the mapping, because slicing np.memmap takes several times as long.
     return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The sources of a run, opened: their samples, from a directory or through a cache."""
+"""The open sources of a run: samples from a directory or through a cache."""
 
 import dataclasses
 import functools
@@ -21,26 +21,26 @@ from paceline.data.storage.local import LocalStorage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenSource:
-    """One dataset that is read from."""
+    """One open dataset."""
 
     place: str
     """Its directory or URL."""
     manifest: Manifest
-    """What is in it."""
+    """Its manifest."""
     samples: SplitSamples
     """Its samples."""
     files: ShardFiles
     """Its files."""
     cache: ShardCache | None
-    """Where they are fetched to, if they are not local."""
+    """The cache of its files; None if they are local."""
 
     def fetch_ahead(self, samples: IndexArray) -> None:
-        """Begins to fetch what `samples` will need."""
+        """Starts to fetch the files that `samples` need."""
         if self.cache is not None:
             self.cache.fetch_ahead(self.samples.files_of(samples))
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Releases all files."""
         self.files.close()
         if self.cache is not None:
             self.cache.close()
@@ -63,7 +63,7 @@ def open_sources(config: LoaderConfig) -> list[OpenSource]:
 
 
 def sources_digest(sources: list[OpenSource]) -> str:
-    """Returns what identifies the datasets, wherever they are."""
+    """Returns a digest that identifies the datasets, independent of their location."""
     fingerprints = [source.manifest.fingerprint for source in sources]
     return blake3.blake3(msgspec.json.encode(fingerprints)).hexdigest(16)
 
@@ -95,10 +95,10 @@ def _open_local(storage: LocalStorage, name: str) -> BinaryIO:
 
 
 def _shards_in_use(storage: Storage, manifest: Manifest, config: LoaderConfig) -> int:
-    """Returns how many files a process may keep open, if the cache is large enough for the order.
+    """Returns how many files a process may keep open; raises if the cache is too small.
 
-    In an order without a window, each sample is in another shard than the one before: a cache that
-    does not hold them all would fetch a shard for almost every sample.
+    Without a window, consecutive samples are in different shards: a cache that does not hold the
+    whole split would fetch a shard for almost every sample.
     """
     room = config.cache_bytes // len(config.sources)
     shard_bytes = manifest.shard_tokens * manifest.token_bytes
@@ -110,7 +110,7 @@ def _shards_in_use(storage: Storage, manifest: Manifest, config: LoaderConfig) -
             f"{storage.url} has {format_binary_bytes(split_bytes)}, but the cache only has space "
             f"for {format_binary_bytes(room)}; set a window, or raise cache_bytes"
         )
-    # A window may begin and end inside of a shard, and the next one is fetched during this one.
+    # A window may start and end inside a shard, and the next window is fetched during this one.
     in_window = config.window * config.context_length // manifest.shard_tokens + 2
     if 2 * in_window * shard_bytes > room:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Batches as tensors. The one part of data/ that loads torch.
+"""Batches as tensors. The only module of data/ that imports torch.
 
-On CUDA, tokens are read straight to pinned memory and copied while the device computes; torch's
-allocator of pinned memory gives none out again before the copies that were queued from it are done.
+For CUDA, tokens are read directly into pinned memory and copied while the device computes. torch's
+pinned-memory allocator does not reuse a block before the copies queued from it are done.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from paceline.data.loader.loader import TokenLoader
 
 
 class TorchBatch(NamedTuple):
-    """Sequences of one rank in one step, as torch's DataLoader can pin and move them."""
+    """The sequences of one rank in one step, in a form that torch's DataLoader can pin and move."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -31,7 +31,7 @@ class TorchBatch(NamedTuple):
 
 def to_torch(batch: Batch, device: torch.device | str = "cpu") -> TorchBatch:
     """Returns a batch's tensors on a device; the host does not wait for the copies."""
-    # Tokens and targets overlap: one copy of the rows is both.
+    # Tokens and targets overlap, so one copy of the rows serves both.
     rows = torch.from_numpy(batch.rows).to(device, non_blocking=True)
     return TorchBatch(
         tokens=rows[:, :-1],
@@ -49,9 +49,9 @@ class TorchLoader:
 
     Args:
         config: The datasets, their order and the batch.
-        device: Where the tensors go.
-        rank: This process among those that share each batch.
-        world_size: How many there are.
+        device: Device of the tensors.
+        rank: Rank of this process among those that share each batch.
+        world_size: Number of ranks.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class TorchLoader:
         return to_torch(next(self._loader), self._device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the stream was left, after the batches that were taken."""
+        """Returns the position in the stream after the batches returned so far."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another loader was left, of any world size and batch size."""
+        """Resumes from the `state` of a loader of any world size and batch size."""
         self._loader.load_state_dict(state)
 
     def close(self) -> None:
-        """Ends the prefetching thread and lets go of all files."""
+        """Ends the prefetch thread and releases all files."""
         self._loader.close()
 
     def __enter__(self) -> Self:
@@ -95,13 +95,13 @@ class TorchLoader:
 class TokenDataset(IterableDataset[TorchBatch]):
     """Whole batches for torch's DataLoader or torchdata's StatefulDataLoader, with batch_size=None.
 
-    Workers take turns: of n, worker k reads batches k, k + n, ..., and the DataLoader takes one
-    from each, so that the order is the same with any number of them.
+    Workers alternate: of n workers, worker k reads batches k, k + n, ..., and the DataLoader takes
+    one batch from each in turn, so the order is the same for any number of workers.
 
     Args:
         config: The datasets, their order and the batch.
-        rank: This process among those that share each batch.
-        world_size: How many there are.
+        rank: Rank of this process among those that share each batch.
+        world_size: Number of ranks.
     """
 
     def __init__(self, config: LoaderConfig, *, rank: int = 0, world_size: int = 1) -> None:
@@ -126,13 +126,13 @@ class TokenDataset(IterableDataset[TorchBatch]):
                 yield to_torch(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where this process, or this worker, left the stream."""
+        """Returns the position of this process or worker in the stream."""
         if self._loader is not None:
             return self._loader.state_dict()
         return dict(self._state or {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on there with the next iterator; in a worker, with that worker's batches."""
+        """Makes the next iterator resume from `state`; in a worker, with that worker's batches."""
         self._state = state or None
         self._is_own_state = get_worker_info() is not None
         self._loader = None

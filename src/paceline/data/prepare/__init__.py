@@ -1,5 +1,5 @@
-"""From documents to token shards: a map, a sort and a copy, whose every task is a pure function.
+"""Preparation of token shards from documents: a map, a sort and a copy, all in pure tasks.
 
-Tasks read files and write files, and nothing else decides their results. That is why the shards
-are the same for every engine and number of workers, and after any crash.
+Tasks read files and write files, and their results depend on nothing else. So the shards are
+identical for every engine and number of workers, and after any crash.
 """

@@ -1,8 +1,8 @@
-"""What a tokenized piece consists of: blocks of documents, small enough to hold in memory.
+"""The blocks of a tokenized piece, each small enough to hold in memory.
 
-A block has the tokens of its documents by split, in order; a row per document; and the hashes of
-its documents, sorted as numbers, with an index by their highest byte, so that a search for
-duplicates reads only its share of them.
+A block has the tokens of its documents by split, in order; one row per document; and the hashes of
+its documents. The hashes are sorted numerically, with an index by their highest byte, so that a
+search for duplicates reads only its own range.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ BLOCK_TOKENS = 2**24
 BLOCK_DOCUMENTS = 2**20
 MOST_EXAMPLES = 5
 NUM_BUCKETS = 256
-"""Values of a hash's highest byte."""
+"""Number of values of a hash's highest byte."""
 
 DOCUMENT = np.dtype(
     [("hash", "<u8", 2), ("place", "<u8"), ("num_tokens", "<u4"), ("num_bytes", "<u4")]
 )
-"""A document's row: its hash, the number of its span (16 bits) and its place there (48 bits)."""
+"""A document's row. `place` is the number of its span (16 bits) and its place there (48 bits)."""
 HASH = np.dtype([("hash", "<u8", 2), ("index", "<u4")])
 _PLACE_BITS = 48
 
@@ -32,16 +32,16 @@ Rows = npt.NDArray[Any]
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is in a block."""
+    """The counts of a block."""
 
     num_documents: dict[SplitName, int]
     num_tokens: dict[SplitName, int]
     num_bytes: int
-    """Bytes of its documents before they became tokens."""
+    """Bytes of its documents before tokenization."""
 
 
 class PieceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is in a piece; also the marker that it is finished."""
+    """The counts of a piece; also the marker that the piece is finished."""
 
     blocks: tuple[BlockCounts, ...]
     dropped: dict[str, Dropped]
@@ -55,7 +55,7 @@ class BlockFiles(NamedTuple):
     block: int
 
     def rows(self) -> Rows:
-        """Returns its documents' rows."""
+        """Returns the rows of the documents."""
         return np.frombuffer(self._read("documents"), DOCUMENT)
 
     def hashes(self, first_bucket: int, end_bucket: int) -> Rows:
@@ -71,7 +71,7 @@ class BlockFiles(NamedTuple):
         return np.frombuffer(storage.read_range(name, start, end), HASH)
 
     def tokens(self, split: SplitName) -> npt.NDArray[np.unsignedinteger]:
-        """Returns the tokens of its documents of a split."""
+        """Returns the tokens of the documents in a split."""
         content = self._read(block_tokens(split))
         return np.frombuffer(content, self.job.tokenizer().dtype)
 
@@ -111,22 +111,22 @@ def write_block(
 
 
 def is_heldout(rows: Rows, job: Job) -> npt.NDArray[np.bool_]:
-    """Returns which documents are held out: their hashes alone decide."""
+    """Returns a mask of the held-out documents, which depends only on their hashes."""
     return np.asarray(rows["hash"][:, 0] < np.uint64(job.heldout_below))
 
 
 def pack_place(span: int, place: int) -> int:
-    """Returns a number for the place of a document in a piece."""
+    """Packs the span number and the place of a document into one integer."""
     return span << _PLACE_BITS | place
 
 
 def unpack_place(packed: int) -> tuple[int, int]:
-    """Returns the number of a span, and the place in it."""
+    """Returns the span number and the place of a packed integer."""
     return packed >> _PLACE_BITS, packed & ((1 << _PLACE_BITS) - 1)
 
 
 def merge_dropped(parts: Iterable[Mapping[str, Dropped]]) -> dict[str, Dropped]:
-    """Adds up what several tasks left out; the first examples stay."""
+    """Merges the dropped documents of several tasks; keeps the first examples."""
     merged: dict[str, Dropped] = {}
     for part in parts:
         for reason, more in part.items():
@@ -141,7 +141,7 @@ def merge_dropped(parts: Iterable[Mapping[str, Dropped]]) -> dict[str, Dropped]:
 
 def _sorted_hashes(rows: Rows) -> bytes:
     high, low = rows["hash"][:, 0], rows["hash"][:, 1]
-    order = np.lexsort((low, high))  # Stable: of equal documents the first stays the first.
+    order = np.lexsort((low, high))  # Stable: the first of equal documents stays first.
     hashes = np.empty(len(rows), HASH)
     hashes["hash"] = rows["hash"][order]
     hashes["index"] = order

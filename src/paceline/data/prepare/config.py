@@ -1,4 +1,4 @@
-"""What to prepare and how. Free of torch and NumPy, because the command line parses with it."""
+"""Configuration of data preparation. Free of torch and NumPy: the command line imports it."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ _LARGEST_UINT32 = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """How files become documents."""
+    """Source files and how they are split into documents."""
 
     sources: Sources
     """Files, and directories to search recursively: text, .jsonl, .parquet, Megatron's .idx; text
@@ -43,7 +43,7 @@ class SourceConfig:
 
     @property
     def separator_bytes(self) -> bytes:
-        r"""The separator as it stands in a file; empty if there is none."""
+        r"""The separator as bytes in a file, with escapes replaced; empty if there is none."""
         return self.separator.replace("\\n", "\n").replace("\\t", "\t").encode()
 
 
@@ -102,8 +102,8 @@ class PrepareConfig(SourceConfig):
 
     @property
     def num_local_workers(self) -> int:
-        """Processes of the local engine."""
+        """Number of worker processes of the local engine."""
         if self.workers is not None:
             return self.workers
-        has_affinity = hasattr(os, "sched_getaffinity")  # Not on every system.
+        has_affinity = hasattr(os, "sched_getaffinity")  # Not available on every system.
         return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""Finds exact duplicates: of equal documents the first in the order of the sources stays.
+"""Removes exact duplicates: of equal documents, the first in source order is kept.
 
-A partition is a range of hashes, so that equal documents always meet in one partition, and no
-partition is too large to sort in memory. What a partition finds is then turned round: a group of
-blocks gathers from all partitions which of its own documents go.
+A partition is a range of hashes, so equal documents are always in the same partition, and a
+partition is small enough to sort in memory. The results are then regrouped by block: each group of
+blocks collects from all partitions which of its documents are dropped.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _PARTITION_DOCUMENTS = 2**25
 
 
 class PartitionTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of hashes to look through."""
+    """A range of hashes to search for duplicates."""
 
     job: Job
     plan_id: str
@@ -39,12 +39,12 @@ class PartitionTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name of the task in error messages."""
         return f"duplicates, partition {self.partition} of {self.num_partitions}"
 
 
 class GroupTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks whose duplicates are gathered."""
+    """A group of blocks whose duplicates are collected."""
 
     job: Job
     plan_id: str
@@ -53,22 +53,22 @@ class GroupTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name of the task in error messages."""
         return f"duplicates of block {self.group * GROUP_BLOCKS} and following"
 
 
 class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes from the blocks of a group; also the marker that it is finished."""
+    """The duplicates in the blocks of a group; also the marker that the group is finished."""
 
     dropped_documents: dict[SplitName, list[int]]
-    """Documents that go, by split and block."""
+    """Number of dropped documents, by split and block."""
     dropped_tokens: dict[SplitName, list[int]]
-    """Their tokens, by split and block."""
+    """Number of their tokens, by split and block."""
     dropped: dict[str, Dropped]
 
 
 def num_partitions(num_documents: int) -> int:
-    """Returns into how many ranges the hashes of some documents are divided."""
+    """Returns the number of partitions for this many documents."""
     partitions = 1
     while partitions < NUM_BUCKETS and num_documents > partitions * _PARTITION_DOCUMENTS:
         partitions *= 2
@@ -76,12 +76,12 @@ def num_partitions(num_documents: int) -> int:
 
 
 def num_groups(num_blocks: int) -> int:
-    """Returns how many groups some blocks make."""
+    """Returns the number of groups for this many blocks."""
     return -(-num_blocks // GROUP_BLOCKS)
 
 
 def find_duplicates(task: PartitionTask) -> None:
-    """Writes which documents of a partition go: an index by group, then block and row of each."""
+    """Writes the duplicates of a partition: an index by group, then block and row of each."""
     storage = task.job.storage()
     name = _partition_name(task.plan_id, task.partition)
     if _exists(task.job, name):
@@ -97,7 +97,7 @@ def find_duplicates(task: PartitionTask) -> None:
     going = np.empty(0, np.uint64)
     if hashes:
         joined = np.concatenate(hashes)
-        # Stable, and blocks come in the order of the sources: the first of equals stays first.
+        # The sort is stable and blocks are in source order, so the first of equals stays first.
         order = np.lexsort((joined[:, 1], joined[:, 0]))
         joined = joined[order]
         is_repeated = np.zeros(len(joined), np.bool_)
@@ -109,7 +109,7 @@ def find_duplicates(task: PartitionTask) -> None:
 
 
 def gather_duplicates(task: GroupTask) -> GroupResult:
-    """Writes which documents of a group of blocks go, and then how many they are."""
+    """Writes the duplicates of a group of blocks, then their counts as the marker."""
     storage = task.job.storage()
     marker = plan_name(task.plan_id, f"groups/{task.group:06d}.json")
     try:
@@ -134,7 +134,7 @@ def gather_duplicates(task: GroupTask) -> GroupResult:
 
 
 def kept_rows(job: Job, plan_id: str, block: int, rows: Rows) -> npt.NDArray[np.bool_]:
-    """Returns which documents of a block stay."""
+    """Returns a mask of the documents of a block that are kept."""
     content = job.storage().read(_group_name(plan_id, block // GROUP_BLOCKS))
     kept = np.ones(len(rows), np.bool_)
     kept[_of_block(np.frombuffer(content, "<u8"), block)] = False

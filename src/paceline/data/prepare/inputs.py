@@ -1,4 +1,4 @@
-"""What a preparation is made from, and whether exactly that is prepared already."""
+"""The inputs of a preparation, and the check whether they are already prepared."""
 
 import pathlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from paceline.data.tokenizer import Tokenizer, load_tokenizer
 
 
 class Inputs(NamedTuple):
-    """The tokenizer, the files and the options that decide the bytes of the shards."""
+    """The tokenizer, the files and the options that determine the bytes of the shards."""
 
     tokenizer: Tokenizer
     found: FoundFiles
@@ -36,16 +36,16 @@ class Inputs(NamedTuple):
 
 
 def find_prepared(config: PrepareConfig) -> Manifest | None:
-    """Returns the manifest if exactly this is prepared already, None if there is nothing.
+    """Returns the manifest if this dataset is already prepared, None if there is no dataset.
 
     Raises:
-        UsageError: Something else is prepared at that place.
+        UsageError: A different dataset is prepared at that location.
     """
     return find_finished(find_inputs(config), open_storage(config.out))
 
 
 def reading_options(config: SourceConfig) -> ReadOptions:
-    """Returns what decides which documents a file has."""
+    """Returns the options that determine the documents of a file."""
     return ReadOptions(
         separator=config.separator_bytes,
         field=config.field,
@@ -69,7 +69,7 @@ def find_inputs(config: PrepareConfig) -> Inputs:
 
 
 def make_job(config: PrepareConfig, inputs: Inputs) -> Job:
-    """Returns what all tasks need to know."""
+    """Returns the settings that all tasks share."""
     return Job(
         out=config.out if "://" in config.out else str(pathlib.Path(config.out).absolute()),
         reading=reading_options(config),
@@ -81,7 +81,7 @@ def make_job(config: PrepareConfig, inputs: Inputs) -> Job:
 
 
 def find_finished(inputs: Inputs, storage: Storage) -> Manifest | None:
-    """Returns the manifest if exactly this is prepared at a place, None if there is nothing."""
+    """Returns the manifest if these inputs are prepared in a storage, None if it has no dataset."""
     try:
         storage.read_range(MANIFEST, 0, 1)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def find_finished(inputs: Inputs, storage: Storage) -> Manifest | None:
 
 
 def _difference(manifest: Manifest, inputs: Inputs) -> str:
-    """Returns the first thing that differs from what was prepared; empty if nothing does."""
+    """Returns the first difference between a dataset and the inputs; empty if there is none."""
     if manifest.tokenizer_blake3 != inputs.tokenizer.blake3:
         return "with another tokenizer"
     for name, value in inputs.options.items():

@@ -1,7 +1,7 @@
-"""What all tasks of a preparation know, and the names of what they leave for one another.
+"""The settings that all tasks of a preparation share, and the names of intermediate files.
 
-Everything of an unfinished preparation is below `WORK`. A task's result is there whole or not at
-all, and its marker is written last: a task whose marker is there is not done again.
+All intermediate files are below `WORK`. Each file is written atomically, and a task writes its
+marker last: a task whose marker exists is not run again.
 """
 
 import functools
@@ -18,22 +18,22 @@ from paceline.data.tokenizer import Tokenizer
 
 WORK = "_work"
 _LAYOUT = 1
-"""Changes when what tasks leave behind changes, so that older remains are not taken up."""
+"""Version of the intermediate files; changing it prevents the reuse of older ones."""
 
 
 class Task(Protocol):
-    """Something for a worker to do."""
+    """A unit of work for a worker."""
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name of the task in error messages."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A preparation."""
+    """The settings of a preparation."""
 
     out: str
-    """Where the shards go: an absolute path, or an address."""
+    """Location of the shards: an absolute path or a URL."""
     reading: ReadOptions
     tokenizer_blake3: str
     end_of_document: str | None
@@ -42,11 +42,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heldout_below(self) -> int:
-        """A document is held out if its hash's first 8 bytes, little-endian, are below this."""
+        """Upper bound of the first 8 hash bytes, little-endian, of held-out documents."""
         return int(self.heldout * 2**64)
 
     def storage(self) -> Storage:
-        """Opens the place where the shards go."""
+        """Opens the storage for the shards."""
         return open_storage(self.out)
 
     def tokenizer(self) -> Tokenizer:
@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(*values: object) -> str:
-    """Returns 32 characters that stand for some values."""
+    """Returns a digest of values, in 32 hexadecimal characters."""
     return blake3.blake3(msgspec.json.encode((_LAYOUT, *values))).hexdigest(length=16)
 
 
@@ -70,12 +70,12 @@ def block_name(piece_id: str, block: int, what: str) -> str:
 
 
 def block_tokens(split: SplitName) -> str:
-    """Returns what a block's tokens of a split are called."""
+    """Returns the suffix of a block's token file of a split."""
     return f"{split}.tokens"
 
 
 def plan_name(plan_id: str, what: str) -> str:
-    """Returns the name of a file that holds for one exact set of pieces."""
+    """Returns the name of a file of a plan, which stands for one exact set of pieces."""
     return f"{WORK}/plans/{plan_id}/{what}"
 
 

@@ -1,8 +1,8 @@
-"""The plan: which parts of which files are tokenized together.
+"""The plan of a preparation: groups the source files into pieces to tokenize.
 
-Pieces depend on the files alone, never on the number of workers. Plain text and JSON Lines are cut
-at byte ranges, Parquet between row groups, Megatron's files between documents; a compressed file
-is one span; small files go together.
+Pieces depend only on the files and options, never on the number of workers. Plain text and JSON
+Lines are split by byte range, Parquet by row group, Megatron datasets by document. A compressed
+file is one span. Small files share a piece.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,15 +17,15 @@ from paceline.data.sources.parquet import row_group_bytes
 from paceline.data.sources.read import ReadOptions, Span
 
 SMALLEST_PIECE_BYTES = MIB
-"""Enough for a second of work."""
+"""About one second of work."""
 _USUAL_PIECE_BYTES = 8 * MIB
 _USUAL_PIECES, _MOST_PIECES = 2**10, 2**16
 _MOST_SPANS = 2**12
-"""Spans of one piece: places count them in 16 bits."""
+"""Maximum number of spans in a piece: a packed place has 16 bits for the span."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one task tokenizes."""
+    """The input of one tokenization task."""
 
     spans: tuple[Span, ...]
 
@@ -36,14 +36,14 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name of the piece in error messages."""
         first = self.spans[0]
         more = f" and {len(self.spans) - 1} more files" if len(self.spans) > 1 else ""
         return f"{first.file.name} from {first.start}{more}"
 
 
 def plan_pieces(files: Iterable[FoundFile], reading: ReadOptions) -> list[Piece]:
-    """Cuts and groups files into pieces of about the same size, in the files' order."""
+    """Splits and groups files into pieces of similar size, in the order of the files."""
     files = list(files)
     piece_bytes = _piece_bytes(sum(file.num_bytes for file in files))
     pieces = []
@@ -62,7 +62,7 @@ def plan_pieces(files: Iterable[FoundFile], reading: ReadOptions) -> list[Piece]
 
 
 def _piece_bytes(total_bytes: int) -> int:
-    """Returns the size of a piece: small for many workers, large where that would be too many."""
+    """Returns the size of a piece: small for many workers, but large enough to limit pieces."""
     piece_bytes = SMALLEST_PIECE_BYTES
     while piece_bytes * _MOST_PIECES < total_bytes or (
         piece_bytes < _USUAL_PIECE_BYTES and piece_bytes * _USUAL_PIECES < total_bytes

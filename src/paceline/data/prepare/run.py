@@ -1,7 +1,7 @@
-"""Prepares a dataset: plan, tokenize, drop duplicates, write shards, and last the manifest.
+"""Prepares a dataset: plan, tokenize, drop duplicates, write shards, and finally the manifest.
 
-A preparation that was killed, wherever, is continued by starting it again. One that is complete is
-left alone, and anything else at its place is refused rather than replaced.
+A preparation that was killed at any point resumes when it is started again. A complete dataset is
+left unchanged, and a different dataset at the same location is an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,11 +47,11 @@ from paceline.data.sources.files import FoundFiles
 from paceline.data.storage import Storage, open_storage
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes of the sources are tokenized, and of how many."""
+"""Receives the number of source bytes tokenized and the total."""
 
 
 def prepare(config: PrepareConfig, progress: Progress | None = None) -> Manifest:
-    """Prepares a dataset, or finds it prepared, and returns its manifest."""
+    """Prepares a dataset, unless it is already prepared, and returns its manifest."""
     inputs = find_inputs(config)
     storage = open_storage(config.out)
     finished = find_finished(inputs, storage)
@@ -95,7 +95,7 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> Manifest
 
 class _Kept(NamedTuple):
     tokens: dict[SplitName, list[int]]
-    """By block."""
+    """Number of kept tokens, by block."""
     num_documents: dict[SplitName, int]
     num_bytes: int
 
@@ -136,7 +136,7 @@ def _drop_duplicates(
 
 
 def _kept(pieces: Sequence[PieceResult], groups: Sequence[GroupResult]) -> _Kept:
-    """Returns what remains of every block when the duplicates are gone."""
+    """Returns the counts of every block without the duplicates."""
     blocks = [block for piece in pieces for block in piece.blocks]
     tokens: dict[SplitName, list[int]] = {}
     num_documents: dict[SplitName, int] = {}
@@ -173,7 +173,7 @@ def _splits(
 
 
 def _remove_others(storage: Storage, manifest: Manifest) -> None:
-    """Removes shards that an earlier attempt with other inputs left, and half-written files."""
+    """Deletes shards of an earlier attempt with other inputs, and partial files."""
     for split in SPLITS:
         expected = {
             name(split, shard)

@@ -1,7 +1,7 @@
-"""Copies the documents that stay into shards of a fixed number of tokens.
+"""Copies the kept documents into shards of a fixed number of tokens.
 
-A split is the stream of its documents' tokens in the order of the sources; shard k holds the
-tokens from k times the shard's size. Its task reads the few blocks that it overlaps.
+A split is the stream of its documents' tokens in source order; shard k starts at token k times the
+shard size. The task of a shard reads only the few blocks that the shard overlaps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,20 +34,20 @@ class ShardTask(msgspec.Struct, frozen=True, kw_only=True):
     shard: int
     num_tokens: int
     first_block: int
-    """The first block that it overlaps."""
+    """The first block that the shard overlaps."""
     num_skipped: int
     """Tokens of that block that belong to earlier shards."""
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name of the task in error messages."""
         return tokens_name(self.split, self.shard)
 
 
 def plan_shards(
     job: Job, plan_id: str, kept_tokens: Mapping[SplitName, Sequence[int]]
 ) -> list[ShardTask]:
-    """Returns the tasks of all shards, given how many tokens of each block stay."""
+    """Returns the tasks of all shards, given the number of kept tokens of each block."""
     tasks = []
     for split in SPLITS:
         ends = np.cumsum(np.array(kept_tokens[split], np.int64))
@@ -70,7 +70,7 @@ def plan_shards(
 
 
 def write_shard(task: ShardTask) -> ShardEntry:
-    """Writes a shard's tokens and document ends, and then its marker."""
+    """Writes a shard's tokens and document ends and then its marker, unless the marker exists."""
     storage = task.job.storage()
     marker = plan_name(task.plan_id, f"shards/{task.split}-{task.shard:08d}.json")
     try:
@@ -80,7 +80,7 @@ def write_shard(task: ShardTask) -> ShardEntry:
     shard_tokens = np.empty(task.num_tokens, task.job.tokenizer().dtype)
     shard_ends = []
     block = task.first_block
-    at = -task.num_skipped  # Where the block begins in the shard.
+    at = -task.num_skipped  # Start of the block in the shard.
     while at < task.num_tokens:
         tokens, ends = _kept(task, block)
         start, end = max(at, 0), min(at + len(tokens), task.num_tokens)
@@ -106,7 +106,7 @@ def write_shard(task: ShardTask) -> ShardEntry:
 def _kept(
     task: ShardTask, block: int
 ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
-    """Returns the tokens of a block's documents that stay, and where each of these ends."""
+    """Returns the tokens of a block's kept documents, and the end of each document."""
     files = read_table(task.job, task.plan_id).block_files(task.job, block)
     rows = files.rows()
     kept = kept_rows(task.job, task.plan_id, block, rows)

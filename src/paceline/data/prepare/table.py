@@ -1,4 +1,4 @@
-"""The table of all blocks in the order of the sources, which later tasks find theirs in."""
+"""The table of all blocks in source order, in which later tasks look up their blocks."""
 
 import bisect
 import functools
@@ -15,7 +15,7 @@ _NAME = "blocks.json"
 
 
 class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Which blocks there are; a block's number is its place in the order of the sources."""
+    """All blocks of a plan; blocks are numbered in source order."""
 
     piece_ids: tuple[str, ...]
     first_blocks: tuple[int, ...]
@@ -40,12 +40,12 @@ class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
         return self.files[self.span_files[self._piece(block)][span]]
 
     def _piece(self, block: int) -> int:
-        # The last of those that begin there: a piece without documents has no blocks.
+        # The last piece that starts at the block: pieces without documents have no blocks.
         return bisect.bisect_right(self.first_blocks, block) - 1
 
 
 def write_table(job: Job, tasks: Sequence[PieceTask], results: Sequence[PieceResult]) -> str:
-    """Writes the table of all blocks; returns the name of the plan that it belongs to."""
+    """Writes the table of all blocks; returns the id of its plan."""
     piece_ids = tuple(task.piece_id for task in tasks)
     first_blocks = []
     num_blocks = 0

@@ -1,8 +1,8 @@
-"""Tokenizes one piece: documents in, blocks out, in bounded memory.
+"""Tokenizes the documents of one piece into blocks, in bounded memory.
 
-A piece is named by all that decides its result: its files as they were, its ranges, the tokenizer
-and the options. So a preparation that is started again finds what is finished, even if other files
-have been added.
+The id of a piece is a digest of everything that determines its result: the state of its files, its
+ranges, the tokenizer and the options. So a restarted preparation reuses finished pieces, even if
+other files have been added.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,12 +46,12 @@ class PieceTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name of the task in error messages."""
         return self.piece.label
 
     @property
     def piece_id(self) -> str:
-        """All that decides the result, as one name."""
+        """Digest of everything that determines the result."""
         spans = [
             (span.file.name, span.file.num_bytes, span.file.modified_ns, span.start, span.end)
             for span in self.piece.spans
@@ -61,7 +61,7 @@ class PieceTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tokenize_piece(task: PieceTask) -> PieceResult:
-    """Writes the blocks of a piece and then its marker, unless they are there already."""
+    """Writes the blocks of a piece and then its marker, unless the marker exists."""
     marker = piece_name(task.piece_id, _MARKER)
     storage = task.job.storage()
     try:
@@ -83,7 +83,7 @@ def tokenize_piece(task: PieceTask) -> PieceResult:
 def _batches(
     span: Span, job: Job, writer: "_BlockWriter"
 ) -> Iterator[list[Document] | list[TokenDocument]]:
-    """Yields a span's documents in batches worth a call, and notes what is left out."""
+    """Yields a span's documents in batches and reports dropped documents to the writer."""
     batch: list[Document] = []
     tokens: list[TokenDocument] = []
     num_bytes = 0
@@ -105,7 +105,7 @@ def _batches(
 
 
 class _BlockWriter:
-    """Gathers documents and writes a block whenever there are enough."""
+    """Collects documents and writes a block whenever it is full."""
 
     def __init__(self, job: Job, piece_id: str) -> None:
         self._job = job
@@ -118,7 +118,7 @@ class _BlockWriter:
     def add(
         self, span_number: int, batch: Sequence[Document] | Sequence[TokenDocument], span: Span
     ) -> None:
-        """Takes some documents of a span."""
+        """Adds documents of a span."""
         rows = np.empty(len(batch), DOCUMENT)
         hashes, num_bytes, tokens, lengths = _encode(self._tokenizer, batch, span)
         rows["hash"] = np.frombuffer(hashes, "<u8").reshape(-1, 2)
@@ -138,13 +138,13 @@ class _BlockWriter:
             self._write()
 
     def leave_out(self, found: LeftOut, span: Span) -> None:
-        """Counts a document that cannot be used."""
+        """Counts a dropped document."""
         example = describe_place(span.file, found.place)
         dropped = Dropped(num_documents=1, num_bytes=found.num_bytes, examples=[example])
         self._dropped = merge_dropped((self._dropped, {found.reason: dropped}))
 
     def finish(self) -> PieceResult:
-        """Writes what remains and returns all counts."""
+        """Writes the last block and returns all counts."""
         if self._rows:
             self._write()
         return PieceResult(blocks=tuple(self._written), dropped=self._dropped)
@@ -166,7 +166,7 @@ class _BlockWriter:
 def _encode(
     tokenizer: Tokenizer, batch: Sequence[Document] | Sequence[TokenDocument], span: Span
 ) -> tuple[bytes, list[int], npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
-    """Returns the documents' hashes and sizes, all their tokens, and how many each has."""
+    """Returns the documents' hashes and sizes, their concatenated tokens, and token counts."""
     texts = [document.text for document in batch if isinstance(document, Document)]
     if texts:
         contents = [text.encode() for text in texts]
@@ -181,11 +181,12 @@ def _encode(
 
 
 def _ended(document: TokenDocument, tokenizer: Tokenizer, span: Span) -> npt.NDArray[np.integer]:
-    """Returns a document's tokens with their end, once."""
+    """Returns a document's tokens with exactly one end-of-document token at the end."""
     tokens = document.tokens
-    if tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size:
+    unknown = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]
+    if len(unknown):
         raise DataError(
-            f"{describe_place(span.file, document.place)}: token {tokens.max()} is not in the "
+            f"{describe_place(span.file, document.place)}: token {unknown[0]} is not in the "
             f"vocabulary of {tokenizer.vocab_size:,}; name the tokenizer that made this file"
         )
     tokens = tokens.astype(np.uint32)

@@ -34,14 +34,14 @@ def train_tokenizer(
 
 
 def _sample(pieces: Sequence[Piece], sample_bytes: int) -> list[Piece]:
-    """Returns every n-th piece, so that about as many bytes remain as are asked for."""
+    """Returns every n-th piece, so that about `sample_bytes` bytes remain."""
     total = sum(piece.num_bytes for piece in pieces)
     step = max(1, total // sample_bytes)
     return list(pieces[::step])
 
 
 class _Documents:
-    """The texts of some pieces, up to a number of bytes."""
+    """The texts of some pieces, up to about `sample_bytes` characters."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Which sample comes when: a pure function of seed and position, torch-free."""
+"""The order of samples, as a pure function of seed and position; free of torch."""

@@ -1,10 +1,10 @@
-"""An audit trail: that every sample was trained on exactly once can be checked afterwards.
+"""An audit trail, to check after a run that every sample was trained on exactly once.
 
-A digest of a range of the stream is the sum, modulo 2^64, of a hash of each of its samples with its
-position and source. The digests of the ranks of a step therefore add up to the digest of the step,
-and those of steps to that of a run, however the positions were divided. A trail is a file of JSON
-Lines, a row for each range; the rows of one rank, of all ranks, or of all attempts of a run that
-was restarted are checked alike.
+The digest of a range of the stream is the sum, modulo 2^64, of a hash of each sample with its
+position and source. The digests of all ranks therefore add up to the digest of the step, and the
+digests of steps to that of the run, regardless of how the positions were divided. A trail is a JSON
+Lines file with one row per range. The same check applies to the rows of one rank, of all ranks, or
+of all attempts of a restarted run.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from paceline.data.sampling.permutation import IndexArray
 from paceline.records.row_file import RowFile
 
 _PLACE_WORDS = 4
-"""Words of 32 bits for position and source."""
+"""32-bit words for position and source."""
 DIGEST_PARTS = 4
-"""Numbers of 16 bits that a digest is sent as."""
+"""Number of 16-bit parts in which a digest is sent."""
 
 
 def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray[np.int64]) -> int:
     """Returns the digest of samples, whose tokens are `rows`, at `positions` of the stream."""
-    # Each row of the records is hashed in one call. uint32 holds every token, and makes the digest
-    # independent of how tokens are stored.
+    # Each row of the records is hashed in one call. uint32 holds every token and makes the digest
+    # independent of the stored dtype.
     num_samples, length = rows.shape
     records = np.empty((num_samples, _PLACE_WORDS + length), dtype="<u4")
     places = np.stack([positions, sources], axis=1).astype("<i8")
@@ -44,15 +44,15 @@ def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray
 
 
 def split_digest(digest: int) -> list[float]:
-    """Returns a digest as numbers of 16 bits, which add up exactly over ranks in float64.
+    """Returns a digest as 16-bit parts, whose sums over ranks are exact in float64.
 
-    So that digests travel with the loss of a step, in the same message.
+    This lets digests travel with the loss of a step in the same message.
     """
     return [float(digest >> shift & 0xFFFF) for shift in range(0, 16 * DIGEST_PARTS, 16)]
 
 
 def join_digest(sums: Sequence[float]) -> int:
-    """Returns the digest whose parts, added up over ranks, are `sums`."""
+    """Returns the digest whose parts, summed over ranks, are `sums`."""
     return sum(int(part) << 16 * number for number, part in enumerate(sums)) % 2**64
 
 
@@ -64,20 +64,20 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     first_sample: int
     """Its first position."""
     num_samples: int
-    """How many positions it has."""
+    """Number of positions."""
     digest: str
-    """Its digest, in hexadecimal: not every reader of JSON keeps 64 bits."""
+    """Its digest in hexadecimal, because not every JSON parser preserves 64-bit integers."""
 
 
 def audit_row(step: int, first_sample: int, num_samples: int, digest: int) -> AuditRow:
-    """Returns the row of a range."""
+    """Returns the audit row of a range."""
     return AuditRow(
         step=step, first_sample=first_sample, num_samples=num_samples, digest=f"{digest:016x}"
     )
 
 
 class AuditTrail(RowFile[AuditRow]):
-    """What one writer trained on; ranks that write have a file each.
+    """The audit trail of one writer; each rank that writes has its own file.
 
     Args:
         path: The file.
@@ -95,16 +95,16 @@ def read_audit(paths: Iterable[str | os.PathLike[str]]) -> Iterator[AuditRow]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditFinding:
-    """A range of the stream that was not trained on exactly once, or not as it should be."""
+    """A range of the stream that was not trained on exactly once, or with other tokens."""
 
     problem: str
     """gap, repeat or digest."""
     first_sample: int
     """The first position of the range."""
     num_samples: int
-    """How many positions it has."""
+    """Number of positions."""
     steps: tuple[int, ...]
-    """The steps that trained on it; for a gap, those around it."""
+    """The steps that trained on it; for a gap, the adjacent steps."""
 
     def __str__(self) -> str:
         end = self.first_sample + self.num_samples
@@ -123,13 +123,13 @@ def check_audit(
     *,
     first_sample: int = 0,
 ) -> list[AuditFinding]:
-    """Finds what was not trained on exactly once.
+    """Returns the ranges that were not trained on exactly once.
 
     Args:
         rows: All rows of a run, in any order.
-        digest_of: The digest that a range should have, from its first position and its length,
-            such as `BatchReader.digest`; None looks at gaps and repeats alone.
-        first_sample: The position with which the run began.
+        digest_of: Maps the first position and the length of a range to its expected digest, such as
+            `BatchReader.digest`; None checks only gaps and repeats.
+        first_sample: The first position of the run.
     """
     ordered = sorted(rows, key=lambda row: (row.first_sample, row.num_samples, row.step))
     findings = []

@@ -1,8 +1,8 @@
 """Keyed 64-bit hashing of integers, vectorised.
 
-The finalizer of splitmix64 (Steele, Lea, Flood 2014), written out here so that an order of samples
-depends on nothing but these constants: NumPy's generators may change between versions, and a run
-of months may not. Changing a constant changes the order of every run.
+This is the finalizer of splitmix64 (Steele, Lea, Flood 2014). It is implemented here so that the
+order of samples depends only on these constants: NumPy's generators may change between versions,
+but the order of a run of months must not. Changing a constant changes the order of every run.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,10 @@
-"""Several sources in one stream, in proportion to their weights, in constant time.
+"""Mixes several sources into one stream in proportion to their weights, in constant time.
 
-A cycle of 2^16 slots repeats for ever. Each source has its share of the slots, spread evenly: its
-k-th slot lies at a random place of the k-th of as many equal parts of the cycle. Any beginning of a
-cycle therefore holds each source to within as many samples as there are sources, where independent
-draws would stray by the square root of the length, and the sample that a position takes from its
-source is known without counting.
+A cycle of 2^16 slots repeats forever. Each source has its share of the slots, spread evenly: if it
+has n slots, its k-th slot is at a random place in the k-th of n equal parts of the cycle. In any
+prefix of a cycle, the count of each source therefore deviates from its share by at most the number
+of sources, where independent draws would deviate by the square root of the length. The sample that
+a position takes from its source is known without counting.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from paceline.data.sampling.permutation import IndexArray
 
 NUM_SLOTS = 2**16
 _PURPOSE = int.from_bytes(b"mixture", "little")
-"""Keys of a mixture are not those of an order with the same seed."""
+"""Makes the keys of a mixture differ from those of an order with the same seed."""
 
 
 class Mixture:
-    """Which source each position of a stream takes from, and which sample of that source's stream.
+    """Maps each position of a stream to a source and a position in that source's stream.
 
     Args:
         weights: Relative weights of the sources, in samples; each at least 2^-16 of their sum.
-        seed: Decides how the sources alternate.
+        seed: Random seed of the order of the sources.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
@@ -34,7 +34,7 @@ class Mixture:
         keys = [
             derive(key_of((_PURPOSE, seed, source)), np.arange(n)) for source, n in self._counts()
         ]
-        # 53 bits, which a float64 holds exactly: the same places on every machine.
+        # 53 bits are exact in float64, so the places are the same on every machine.
         places = [
             (np.arange(n) + (key >> np.uint64(11)).astype(np.float64) * 2.0**-53) / n
             for key, (_, n) in zip(keys, self._counts(), strict=True)
@@ -43,11 +43,11 @@ class Mixture:
         sources = np.repeat(np.arange(len(weights)), self.num_slots_of)
         ordinals = np.concatenate([np.arange(n) for n in self.num_slots_of])
         self._source_of_slot: npt.NDArray[np.int64] = sources[order]
-        # Places ascend within a source, so that its slots come in the order of their ordinals.
+        # Places ascend within a source, so its slots are in the order of their ordinals.
         self._ordinal_of_slot: npt.NDArray[np.int64] = ordinals[order]
 
     def locate(self, positions: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Returns the source of each position, and the position in the source's own stream."""
+        """Returns the source of each position, and the position in that source's stream."""
         cycles, slots = np.divmod(positions, NUM_SLOTS)
         sources = self._source_of_slot[slots]
         return sources, cycles * self.num_slots_of[sources] + self._ordinal_of_slot[slots]
@@ -57,7 +57,7 @@ class Mixture:
 
 
 def share_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Divides the slots of a cycle by weight, the largest remainders rounded up."""
+    """Divides the slots of a cycle by weight, with the largest-remainder method."""
     exact = np.asarray(weights, dtype=np.float64)
     if not exact.size or not np.isfinite(exact).all() or (exact <= 0).any():
         raise UsageError(

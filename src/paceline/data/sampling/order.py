@@ -1,8 +1,8 @@
-"""The endless stream of one source: epoch after epoch, each in an order of its own.
+"""The endless stream of one source: a sequence of epochs, each with a different order.
 
 Position i of the stream is in epoch i // N and holds the sample that the permutation keyed by seed
-and epoch puts at i % N: each sample exactly once per epoch. Any position is found in constant time
-and nothing is stored, so that a run resumes anywhere at once.
+and epoch puts at i % N. Each sample occurs exactly once per epoch. Any position is found in
+constant time and nothing is stored, so a run resumes anywhere immediately.
 """
 
 import numpy as np
@@ -12,21 +12,21 @@ from paceline.data.sampling.hashing import UInt64Array, derive, key_of
 from paceline.data.sampling.permutation import IndexArray, permute
 
 _BLOCKS, _SHORT_BLOCK, _WITHIN = range(3)
-"""What a key of an epoch is derived for."""
+"""Purposes for which keys are derived from the key of an epoch."""
 
 
 class SampleOrder:
     """The order of the samples of one source.
 
-    Without a window, any sample may follow any other. With one, an epoch visits blocks of `window`
-    consecutive samples in a random order and shuffles within each, so that a cache which holds the
-    shards of a block or two is enough.
+    Without a window, any sample may follow any other. With a window, an epoch visits blocks of
+    `window` consecutive samples in random order and shuffles within each block, so a cache that
+    holds the shards of one or two blocks is sufficient.
 
     Args:
         num_samples: Samples in an epoch.
-        seed: Decides the order, together with `source`.
+        seed: Random seed; determines the order together with `source`.
         source: Number of the source in its mixture, so that equal sources differ in order.
-        window: Samples in a block; None shuffles all of an epoch.
+        window: Samples in a block; None shuffles whole epochs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SampleOrder:
         if not positions.size:
             return positions
         epochs, indices = np.divmod(positions, self.num_samples)
-        # Almost always one epoch: one key then serves all positions.
+        # Almost always all positions are in one epoch and share one key.
         is_one = bool((epochs == epochs[0]).all())
         keys = derive(self._key, epochs[:1] if is_one else epochs)
         if self.window is None:
@@ -56,14 +56,14 @@ class SampleOrder:
 
     def _windowed(self, indices: IndexArray, window: int, keys: UInt64Array) -> IndexArray:
         num_blocks, num_rest = divmod(self.num_samples, window)
-        # The short block that is left over at the end of the samples comes at a random place.
+        # The short block with the last samples is visited at a random place in the epoch.
         places = derive(keys, _SHORT_BLOCK) % np.uint64(num_blocks + 1)
         short_start = places.astype(np.int64) * window
         is_after = indices >= short_start + num_rest
         is_short = (indices >= short_start) & ~is_after
         among_full = indices - np.where(is_after, num_rest, 0)
         slots, offsets = np.divmod(among_full, window)
-        slots[is_short] = 0  # Any slot that exists: what is made of it is not used.
+        slots[is_short] = 0  # Any valid slot: the result is overwritten below.
         blocks = permute(slots, num_blocks, derive(keys, _BLOCKS))
         within_keys = derive(keys, _WITHIN)
         samples = blocks * window + permute(offsets, window, derive(within_keys, blocks))

@@ -1,10 +1,10 @@
 """A keyed bijection on [0, size) that needs no memory: a Feistel network with cycle walking.
 
-An index is split into a high and a low part of about equal width; each round changes one part by a
-hash of the other, which can be undone whatever the hash, so that the whole permutes the smallest
-power of two that holds `size`. What falls outside is sent through again until it comes inside
-(Black, Rogaway 2002): less than twice per index on average. A stored shuffle of the
-10^10 samples of a large corpus would be 80 GB on every rank.
+An index is split into a high and a low part of about equal width. Each round XORs one part with a
+hash of the other, which is invertible for any hash, so the network permutes [0, 2^bits), the
+smallest power of two that holds `size`. Results outside [0, size) go through the network again
+until they are inside (Black, Rogaway 2002): fewer than two passes per index on average. A stored
+shuffle of the 10^10 samples of a large corpus would take 80 GB on every rank.
 """
 
 import numpy as np
@@ -20,13 +20,13 @@ _NUM_ROUNDS = 6
 
 
 def permute(indices: IndexArray, size: int, keys: UInt64Array) -> IndexArray:
-    """Maps `indices` of [0, size) one to one to [0, size).
+    """Maps `indices` bijectively from [0, size) to [0, size).
 
     Args:
         indices: One-dimensional, each in [0, size).
         size: At most 2^62.
-        keys: One key for all indices (an array of one element), or one for each: indices under
-            different keys are mapped by different permutations.
+        keys: One key for all indices (an array of one element), or one key per index. Each key
+            selects a different permutation.
     """
     if not 0 < size <= LARGEST_SIZE:
         raise UsageError(f"cannot permute {size} samples; a split has 1 to 2^62 samples")
@@ -46,10 +46,10 @@ def permute(indices: IndexArray, size: int, keys: UInt64Array) -> IndexArray:
 def _feistel(indices: UInt64Array, num_bits: int, round_keys: list[UInt64Array]) -> UInt64Array:
     low_bits = np.uint64((num_bits + 1) // 2)
     high_bits = np.uint64(num_bits // 2)
-    # The upper bits of a product are its best mixed ones.
+    # The upper bits of a product are the best mixed.
     low_shift, high_shift = np.uint64(64) - low_bits, np.uint64(64) - high_bits
     if num_bits < 2:
-        # One part would have no bits, and a shift by 64 is not defined.
+        # One part would have no bits, and a shift by 64 is undefined.
         return indices ^ (mix(round_keys[0]) & np.uint64(num_bits))
     low = indices & ((np.uint64(1) << low_bits) - np.uint64(1))
     high = indices >> low_bits

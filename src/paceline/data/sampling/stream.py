@@ -1,7 +1,7 @@
-"""The stream of a run: from a position to the source and the sample that it holds.
+"""The stream of a run: maps a position to a source and a sample.
 
-Everything that decides the order is in here and nothing else: how many ranks share the positions,
-and how many positions make a step, does not matter.
+The order depends only on the arguments here. It does not depend on the number of ranks or on the
+batch size.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from paceline.data.sampling.permutation import IndexArray
 
 
 class SampleStream:
-    """An endless stream of samples of one or more sources.
+    """An endless stream of samples from one or more sources.
 
     Args:
         num_samples: Samples in an epoch of each source.
         weights: Relative weights of the sources, in samples.
-        seed: Decides the order.
+        seed: Random seed of the order.
         window: Samples in a block of each source's order; None shuffles whole epochs.
     """
 
@@ -53,9 +53,9 @@ class SampleStream:
 
 
 def rank_range(first: int, num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the positions [start, end) of a rank among those of a step.
+    """Returns the positions [start, end) of a rank within a step.
 
-    The ranks' ranges in their order are the positions of the step, whatever the world size.
+    The ranges of all ranks, in rank order, make up the positions of the step for any world size.
     """
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")

@@ -1,1 +1,1 @@
-"""From files to documents: text, JSON Lines, gzip and zstd of these, Parquet, Megatron's files."""
+"""Documents from files: text and JSON Lines (also gzip or zstd), Parquet, Megatron datasets."""

@@ -1,8 +1,8 @@
-r"""Cuts a stream of bytes at a separator, whatever its parts' sizes, in bounded memory.
+r"""Splits a stream of bytes at a separator, in bounded memory for parts of any size.
 
-A part belongs to the range in which it starts: ranges that cover a file cover each of its parts
-exactly once. That holds for separators that cannot overlap themselves; a file with another kind
-(a blank line, ``\n\n``, is one) is read as a single range.
+A part belongs to the range in which it starts, so ranges that cover a file cover each of its parts
+exactly once. This requires a separator that cannot overlap itself; a file with any other separator
+(such as a blank line, ``\n\n``) is read as a single range.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,37 +10,37 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """What stands between two separators."""
+    """The bytes between two separators."""
 
     place: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
     content: bytes | None
-    """None if there was more of it than is held."""
+    """None if the part is larger than the limit."""
     num_bytes: int
     is_last: bool
-    """Whether the file ended, rather than a separator followed."""
+    """Whether the part ends at the end of the file instead of at a separator."""
 
 
 def overlaps_itself(separator: bytes) -> bool:
-    """Whether some beginning of a separator is also its end."""
+    """Returns whether a proper prefix of a separator is also its suffix."""
     return any(separator.startswith(separator[i:]) for i in range(1, len(separator)))
 
 
 def cut(
     chunks: Iterable[bytes], separator: bytes, *, start: int, end: int | None, most_bytes: int
 ) -> Iterator[Part]:
-    """Yields the parts that start from `start` to before `end`.
+    """Yields the parts that start in [`start`, `end`).
 
     Args:
         chunks: The bytes of the file from `first_byte(start, separator)` on.
-        separator: What stands between parts; empty for none.
+        separator: The separator of parts; empty for none.
         start: First byte of the range.
-        end: Byte after the range; None for all that follows.
-        most_bytes: Size above which a part is counted but not held.
+        end: First byte after the range; None for the end of the file.
+        most_bytes: Size above which the content of a part is discarded and only its size counted.
     """
     position = first_byte(start, separator)
     part = _Unfinished(position, most_bytes, is_wanted=start == 0)
-    tail = b""  # May be the beginning of a separator.
+    tail = b""  # May be the start of a separator.
     for chunk in chunks:
         pieces = (tail + chunk).split(separator) if separator else [tail + chunk]
         for piece in pieces[:-1]:
@@ -56,19 +56,19 @@ def cut(
         tail = pieces[-1][body:]
         position += len(chunk)
         if not part.is_wanted and end is not None and position >= end + len(separator):
-            return  # What was begun before this range goes beyond it.
+            return  # The part that started before this range extends beyond it.
     part.add(tail)
     if part.is_wanted:
         yield part.finished(is_last=True)
 
 
 def first_byte(start: int, separator: bytes) -> int:
-    """Returns where to begin reading, so as to see a separator that ends where a range starts."""
+    """Returns the offset at which to start reading, to see a separator just before a range."""
     return max(0, start - len(separator))
 
 
 class _Unfinished:
-    """A part whose end has not been seen."""
+    """A part whose end has not been read yet."""
 
     def __init__(self, place: int, most_bytes: int, *, is_wanted: bool) -> None:
         self.place = place

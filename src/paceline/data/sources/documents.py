@@ -1,4 +1,4 @@
-"""What is read from a file: documents, and what was left out and why."""
+"""The results of reading a file: documents, and dropped documents with reasons."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ class Document(NamedTuple):
     """A document of text."""
 
     place: int
-    """Where it is in its file: its first byte, row or document number."""
+    """Its location in the file: first byte, row or document number."""
     text: str
 
 
 class TokenDocument(NamedTuple):
-    """A document that is tokens already."""
+    """A document that is already tokenized."""
 
     place: int
     tokens: npt.NDArray[np.integer]
@@ -40,12 +40,12 @@ Found = Document | TokenDocument | LeftOut
 
 
 def missing_field(field: str) -> str:
-    """Returns the reason of documents that lack the field of their text."""
+    """Returns the drop reason for documents without the text field."""
     return f"no text in field {field!r}"
 
 
 def text_document(place: int, content: bytes) -> Found:
-    """Returns the document of some UTF-8, or why there is none."""
+    """Decodes a document from UTF-8, or returns the reason why it is dropped."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""The files that documents are read from: what they are called, and what is in them by suffix.
+"""The source files of documents; the suffix determines the kind of a file.
 
-A file keeps the size and the time of change that it had when it was found. Whoever reads it looks
-again before and after: a corpus that changes while it is read is an error that names the file.
+Size and modification time are stored when a file is found and checked again before and after it is
+read. A corpus that changes while it is read is an error that names the file.
 """
 
 import os
@@ -24,7 +24,7 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".idx": "megatron",
     **dict.fromkeys(
-        # Prose and its markup, then programs.
+        # Prose and markup, then source code.
         (
             *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv"),
             *(".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts"),
@@ -36,19 +36,19 @@ assert set(_KINDS.values()) == set(get_args(Kind))
 
 
 class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file as it was when it was found."""
+    """A source file and its state when it was found."""
 
     name: str
-    """Its path as the user wrote it."""
+    """The path as the user wrote it."""
     path: str
-    """Its absolute path, for workers that stand elsewhere."""
+    """The absolute path, for workers with another working directory."""
     num_bytes: int
     modified_ns: int
     kind: Kind
     compression: Compression | None
 
     def require_unchanged(self) -> None:
-        """Raises if the file is no longer what it was."""
+        """Raises a `DataError` if the file has changed since it was found."""
         try:
             num_bytes, modified_ns = _state(pathlib.Path(self.path), self.kind)
         except OSError as error:
@@ -62,19 +62,19 @@ class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoundFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """All files of the sources, in the order in which their documents are taken."""
+    """All files of the sources, in the order in which their documents are read."""
 
     files: tuple[FoundFile, ...]
     unknown: tuple[tuple[str, int], ...]
-    """Names and sizes of files in directories whose suffix says nothing."""
+    """Names and sizes of files in directories that have an unknown suffix."""
 
 
 def find_files(sources: Iterable[str], except_below: str | None = None) -> FoundFiles:
-    """Finds the files of the sources, sorted by name; a file named twice is read once.
+    """Returns the files of the sources, sorted by name; a file that occurs twice is read once.
 
     Args:
-        sources: Files, and directories to walk.
-        except_below: A directory that is not walked: where the result goes.
+        sources: Files, and directories to search recursively.
+        except_below: A directory to skip: the output directory.
     """
     except_path = None if except_below is None else pathlib.Path(except_below).resolve()
     files: dict[str, FoundFile] = {}
@@ -106,7 +106,7 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
 
 
 def _walk(directory: pathlib.Path, except_path: pathlib.Path | None) -> Iterator[pathlib.Path]:
-    """Yields the files below a directory that are not hidden."""
+    """Yields the files below a directory; skips hidden files and directories."""
     for folder, folders, names in os.walk(directory):
         if except_path is not None and pathlib.Path(folder).resolve() == except_path:
             folders.clear()
@@ -119,7 +119,7 @@ def _walk(directory: pathlib.Path, except_path: pathlib.Path | None) -> Iterator
 
 
 def _describe(path: pathlib.Path, *, is_named: bool) -> FoundFile | int | None:
-    """Returns a file's description, its size if its kind is unknown, None if it is no source."""
+    """Returns a file's description, its size if of unknown kind, None if it is not a source."""
     name = str(path)
     try:
         name.encode()
@@ -157,7 +157,7 @@ def _describe(path: pathlib.Path, *, is_named: bool) -> FoundFile | int | None:
 
 
 def _state(path: pathlib.Path, kind: Kind) -> tuple[int, int]:
-    """Returns size and time of change; of an index and its tokens together."""
+    """Returns size and modification time; for a Megatron index, together with its .bin."""
     paths = (path, path.with_suffix(".bin")) if kind == "megatron" else (path,)
     states = [each.stat() for each in paths]
     return sum(each.st_size for each in states), max(each.st_mtime_ns for each in states)

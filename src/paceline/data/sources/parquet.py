@@ -1,4 +1,4 @@
-"""Documents of Parquet files, by row groups and in batches of bounded size."""
+"""Documents from Parquet files, by row group and in batches of bounded size."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _MOST_ROWS = 4096
 
 
 def row_group_bytes(file: FoundFile, field: str) -> list[int]:
-    """Returns the bytes of text in each row group, as the file's footer tells."""
+    """Returns the bytes of text in each row group, from the footer of the file."""
     with _opened(file) as opened:
         column = _column(opened, file, field)
         metadata = opened.metadata
@@ -47,7 +47,7 @@ def parquet_documents(
                 columns=[field],
                 use_threads=False,
             ):
-                # As bytes: Parquet promises UTF-8, but nobody looked.
+                # Read as bytes: Parquet requires UTF-8 but does not validate it.
                 for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     if content is None:
                         yield LeftOut(row, missing_field(field), 0)
@@ -77,7 +77,7 @@ def _opened(file: FoundFile) -> "Iterator[ParquetFile]":
 
 
 def _column(opened: "ParquetFile", file: FoundFile, field: str) -> int:
-    """Returns the number of the column of text."""
+    """Returns the index of the text column."""
     import pyarrow
 
     schema = opened.schema_arrow
@@ -96,6 +96,6 @@ def _column(opened: "ParquetFile", file: FoundFile, field: str) -> int:
     )
     if not is_text:
         raise UsageError(f"{file.name}: column {field!r} contains {kind}, not text")
-    # Columns of nested fields come apart in the file: theirs are counted by path.
+    # Nested fields are several columns in the file, so the index is looked up by path.
     paths = [opened.schema.column(i).path for i in range(len(opened.schema))]
     return paths.index(field)

@@ -1,4 +1,4 @@
-"""The documents of a span: one file, or a range of it."""
+"""Reading the documents of a span, which is a range of one file."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _UNITS = {"text": "byte", "jsonl": "byte", "parquet": "row", "megatron": "docume
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides which documents a file has."""
+    """The options that determine the documents of a file."""
 
     separator: bytes
     field: str
@@ -27,7 +27,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     file: FoundFile
     start: int
     end: int | None
-    """None for all that follows."""
+    """None for the end of the file."""
     num_bytes: int
     """Bytes to read, for the progress bar."""
 
@@ -49,7 +49,7 @@ def read_span(span: Span, options: ReadOptions) -> Iterator[Found]:
 
 
 def describe_place(file: FoundFile, place: int) -> str:
-    """Returns where a document is, for a reader."""
+    """Returns the location of a document as text."""
     return f"{file.name}:{_UNITS[file.kind]} {place}"
 
 

@@ -1,6 +1,6 @@
-"""The bytes of a file in chunks, decompressed if need be, in bounded memory.
+"""The bytes of a file in chunks, decompressed if necessary, in bounded memory.
 
-A file that ends too early, or expands to far more than any text would, is an error that names it.
+A file that is truncated, or that expands far more than text does, is an error that names the file.
 """
 
 import gzip
@@ -15,17 +15,17 @@ from paceline.data.sources.files import FoundFile
 
 CHUNK_BYTES = MIB
 MOST_EXPANSION = 200
-"""Bytes that a compressed byte may become; text rarely reaches 10."""
+"""Maximum expansion ratio of a compressed file; text rarely reaches 10."""
 HARMLESS_BYTES = GIB
-"""Below which any expansion is let through."""
+"""Decompressed size up to which any expansion is accepted."""
 
 _ZSTD_INPUT_BYTES = 1024
-"""Bytes given to zstd at a time: at its worst, 4 bytes of it become 128 KiB."""
+"""Input bytes per call to zstd: in the worst case, 4 bytes expand to 128 KiB."""
 _ZSTD_WINDOW_BYTES = 128 * MIB
 
 
 def read_chunks(file: FoundFile, start: int = 0) -> Iterator[bytes]:
-    """Yields the bytes of a file from `start`; of a compressed one, what it expands to."""
+    """Yields the bytes of a file from `start`; for a compressed file, all decompressed bytes."""
     try:
         with pathlib.Path(file.path).open("rb") as opened:
             if file.compression is None:

@@ -1,4 +1,4 @@
-"""Documents of text files and of JSON Lines."""
+"""Documents from text files and JSON Lines."""
 
 import codecs
 import functools
@@ -28,9 +28,9 @@ LINE_END = b"\n"
 def text_documents(
     file: FoundFile, start: int, end: int | None, separator: bytes, most_bytes: int
 ) -> Iterator[Found]:
-    """Yields what stands between separators, and starts in a range of bytes."""
+    """Yields the documents between separators that start in a range of bytes."""
     for part in _parts(file, start, end, separator, most_bytes):
-        # What follows the last separator is a document only if there is something in it.
+        # The text after the last separator is a document only if it is not blank.
         if (
             part.is_last
             and part.place > 0
@@ -47,7 +47,7 @@ def text_documents(
 def json_documents(
     file: FoundFile, start: int, end: int | None, field: str, most_bytes: int
 ) -> Iterator[Found]:
-    """Yields the field of each line that starts in a range of bytes; blank lines are nothing."""
+    """Yields a field of each line that starts in a range of bytes; skips blank lines."""
     decode = _row_decoder(field).decode
     for place, line, num_bytes, _ in _parts(file, start, end, LINE_END, most_bytes):
         if line is None:
@@ -71,7 +71,7 @@ def _parts(
     chunks = read_chunks(file, first_byte(start, separator))
     for part in cut(chunks, separator, start=start, end=end, most_bytes=most_bytes):
         if part.place == 0 and part.content is not None:
-            # A byte order mark is no part of the text.
+            # A byte order mark is not part of the text.
             part = part._replace(content=part.content.removeprefix(codecs.BOM_UTF8))
         yield part
 
@@ -81,12 +81,12 @@ def _reason(line: bytes, field: str, error: Exception) -> str:
         line.decode()
     except UnicodeDecodeError:
         return INVALID_UTF8
-    # A line that is JSON, but not an object with a string of that name.
+    # A validation error means valid JSON, but not an object with a string field of that name.
     return missing_field(field) if isinstance(error, msgspec.ValidationError) else INVALID_JSON
 
 
 @functools.lru_cache(maxsize=1)
 def _row_decoder(field: str) -> msgspec.json.Decoder:  # type: ignore[type-arg]
-    """Returns a decoder of one field of an object; all others are skipped, not made."""
+    """Returns a decoder of one field of an object; it skips other fields without decoding."""
     row = msgspec.defstruct("Row", [("text", str)], rename={"text": field}, gc=False)
     return msgspec.json.Decoder(row)

@@ -1,7 +1,7 @@
-"""Where datasets live: a local directory, or a prefix of an S3 bucket, behind one protocol.
+"""Storage for datasets: a local directory or a prefix of an S3 bucket, behind one protocol.
 
-Invariant of every storage: a name holds a whole object or none. A writer that is killed leaves
-nothing that a reader would take for data.
+Invariant of every storage: a name refers to a complete object or to none. A killed writer leaves
+nothing that a reader would mistake for data.
 """
 
 import os
@@ -14,35 +14,35 @@ _S3 = "s3://"
 
 
 class Storage(Protocol):
-    """Objects by name; a name has parts between slashes."""
+    """Objects by name; the parts of a name are separated by slashes."""
 
     @property
     def url(self) -> str:
-        """The place itself, as a user would write it."""
+        """The location of the storage, as a user would write it."""
 
     def read(self, name: str) -> bytes:
-        """Returns a whole object; FileNotFoundError if there is none."""
+        """Returns a whole object; raises FileNotFoundError if there is none."""
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Returns the bytes from `start` to before `end`, all of which must be there."""
+        """Returns the bytes in [`start`, `end`); raises if the object is shorter."""
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
-        """Puts an object in place, whole or not at all; replaces what was there."""
+        """Writes or replaces an object atomically."""
 
     def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
-        """Puts an object in place unless there is one; returns whether it is there now as given."""
+        """Writes an object unless one exists; returns whether it now has the given content."""
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Returns how many bytes every object below a prefix has, by name."""
+        """Returns the size in bytes of every object below a prefix, by name."""
 
     def delete(self, name: str) -> None:
-        """Removes an object; nothing happens if there is none."""
+        """Deletes an object; does nothing if there is none."""
 
     def clear(self, prefix: str) -> None:
-        """Removes everything below a prefix."""
+        """Deletes all objects below a prefix."""
 
     def discard_unfinished(self) -> None:
-        """Removes what killed writers left half-written; nobody may be writing."""
+        """Deletes partial files of killed writers; no process may be writing."""
 
 
 def open_storage(place: str | os.PathLike[str]) -> Storage:

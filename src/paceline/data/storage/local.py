@@ -13,10 +13,10 @@ _UNFINISHED = ".unfinished-"
 
 
 class LocalStorage:
-    """The files below a directory, which is made with the first of them.
+    """The files below a directory, which the first write creates.
 
     Args:
-        directory: Where the files are.
+        directory: The directory of the files.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -28,7 +28,7 @@ class LocalStorage:
         return str(self.directory)
 
     def path(self, name: str) -> pathlib.Path:
-        """Returns where an object's file is, so that it can be memory-mapped."""
+        """Returns the path of an object's file, for example to memory-map it."""
         return self.directory / name
 
     def read(self, name: str) -> bytes:
@@ -48,12 +48,12 @@ class LocalStorage:
         return content
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
-        """Writes a sibling first, which then takes the name."""
+        """Writes a temporary sibling and renames it."""
         with _unfinished(self.path(name), content) as unfinished:
             unfinished.replace(self.path(name))
 
     def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
-        """Writes a sibling first, which then gets the name too, if nobody has it."""
+        """Writes a temporary sibling and hard-links it to the name, if the name is free."""
         with _unfinished(self.path(name), content) as unfinished:
             try:
                 self.path(name).hardlink_to(unfinished)
@@ -62,7 +62,7 @@ class LocalStorage:
         return True
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Walks the directory below a prefix; what a killed writer left behind is not listed."""
+        """Returns the sizes of the files below a prefix, without partial files."""
         return {
             path.relative_to(self.directory).as_posix(): path.stat().st_size
             for path in sorted(self.path(prefix).rglob("*"))
@@ -70,7 +70,7 @@ class LocalStorage:
         }
 
     def delete(self, name: str) -> None:
-        """Removes a file, and the directories that are empty without it."""
+        """Deletes a file, and its parent directories that are now empty."""
         path = self.path(name)
         path.unlink(missing_ok=True)
         for parent in path.relative_to(self.directory).parents[:-1]:
@@ -80,11 +80,11 @@ class LocalStorage:
                 break
 
     def clear(self, prefix: str) -> None:
-        """Removes a directory with all that is in it."""
+        """Deletes a directory and its contents."""
         shutil.rmtree(self.path(prefix), ignore_errors=True)
 
     def discard_unfinished(self) -> None:
-        """Removes the siblings of files that never took their names."""
+        """Deletes temporary siblings that were never renamed."""
         for path in self.directory.rglob(f"{_UNFINISHED}*"):
             path.unlink(missing_ok=True)
 
@@ -93,13 +93,13 @@ class LocalStorage:
 def _unfinished(
     path: pathlib.Path, content: bytes | bytearray | memoryview
 ) -> Iterator[pathlib.Path]:
-    """Yields a sibling with the content, which is gone afterwards unless it was renamed."""
+    """Yields a temporary sibling with the content; deletes it unless it was renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
         try:
             with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
-                os.fchmod(descriptor, 0o644)  # As ordinary files are; mkstemp's are private.
+                os.fchmod(descriptor, 0o644)  # The usual mode; mkstemp creates private files.
                 file.write(content)
                 file.flush()
                 os.fsync(descriptor)

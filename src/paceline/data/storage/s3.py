@@ -1,7 +1,7 @@
 """A prefix of an S3 bucket as a storage, through obstore.
 
-Credentials, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL. An object of S3 appears whole or not at all.
+Credentials, region and endpoint come from the usual environment variables: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL. S3 writes objects atomically.
 """
 
 import functools
@@ -40,7 +40,7 @@ class S3Storage:
         return self._retried(name, lambda: bytes(obstore.get(self._store(), name).bytes()))
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Fetches a part of an object."""
+        """Fetches a byte range of an object."""
         import obstore
 
         content = self._retried(
@@ -64,7 +64,7 @@ class S3Storage:
             raise DataError(f"{self.url}: no such bucket; create it first") from error
 
     def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
-        """Uploads an object, unless the server has one of this name."""
+        """Uploads an object, unless the server has one with this name."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
@@ -74,27 +74,27 @@ class S3Storage:
             try:
                 obstore.put(self._store(), name, whole, mode="create", use_multipart=False)
             except AlreadyExistsError:
-                # It may be ours: the answer to an earlier attempt may have been lost.
+                # It may be ours: the response to an earlier attempt may have been lost.
                 return self.read(name) == whole
             return True
 
         return self._retried(name, put)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Lists the objects below a prefix."""
+        """Returns the sizes of the objects below a prefix."""
         import obstore
 
         chunks = self._retried(prefix, lambda: list(obstore.list(self._store(), prefix or None)))
         return {found["path"]: found["size"] for chunk in chunks for found in chunk}
 
     def delete(self, name: str) -> None:
-        """Removes an object."""
+        """Deletes an object."""
         import obstore
 
         self._retried(name, lambda: obstore.delete(self._store(), name))
 
     def clear(self, prefix: str) -> None:
-        """Removes the objects below a prefix, many at a time."""
+        """Deletes the objects below a prefix in batches."""
         import obstore
 
         names = list(self.sizes(prefix))
@@ -103,14 +103,14 @@ class S3Storage:
             self._retried(prefix, functools.partial(obstore.delete, self._store(), chosen))
 
     def discard_unfinished(self) -> None:
-        """Does nothing: S3 shows no object before it is whole."""
+        """Does nothing: S3 does not show partial objects."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {"url": self.url, "_made": None}  # Workers make a client of their own.
+        return {"url": self.url, "_made": None}  # Each worker creates its own client.
 
     def _store(self) -> "S3Store":
-        # The threads that do the requests of all clients do not live on in a fork: a request would
-        # wait for ever.
+        # The threads that serve the requests of all clients do not survive a fork: a request would
+        # wait forever.
         if _first_user() != os.getpid():
             raise DataError(
                 f"{self.url}: S3 was used before this process was forked; start workers with spawn "
@@ -121,7 +121,7 @@ class S3Storage:
         return self._made
 
     def _retried(self, name: str, request: Callable[[], _Result]) -> _Result:
-        """Repeats a request that failed, after a pause."""
+        """Retries a failed request with exponential backoff."""
         from obstore.exceptions import BaseError, NotFoundError
 
         for attempt in range(_ATTEMPTS):
@@ -152,11 +152,11 @@ def _connect(url: str) -> "S3Store":
             f"{url}: S3 needs the package obstore; pip install 'paceline[s3]'"
         ) from error
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    # Plain HTTP is for servers on one's own machine, which the endpoint says.
+    # Plain HTTP is allowed only if the endpoint requests it, as for a local server.
     return S3Store.from_url(
         url,
         client_options={"allow_http": endpoint.startswith("http://")},
-        # Repeated here as well: each of ours is an attempt from the beginning.
+        # obstore retries as well; each of our attempts starts from the beginning.
         retry_config={"max_retries": 2},
     )
 

@@ -1,1 +1,1 @@
-"""FlashAttention-2: the function, its backends, and their oracle."""
+"""FlashAttention-2: the function, its backends, and a reference for their tests."""

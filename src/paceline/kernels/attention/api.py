@@ -1,8 +1,9 @@
 """Attention whose memory grows linearly with the sequence: one function over several backends.
 
-On CUDA the Triton kernels of this package compute it; elsewhere, and where they cannot, torch's
-fused attention does; tiled PyTorch on request. `explain_backend` tells which one it will be, and
-why. A backend that was asked for and cannot is an error that says what to do.
+On CUDA, the Triton kernels of this package compute it. Elsewhere, and where they cannot run,
+torch's fused attention does; tiled PyTorch is available on request. `explain_backend` returns the
+backend that will be used, and why. A requested backend that cannot run is an error that says what
+to do.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class BackendChoice:
     backend: BackendName
     """Name of the backend."""
     reason: str
-    """Why it and no other, in words."""
+    """Why it was chosen, in words."""
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -47,13 +48,13 @@ def explain_backend(
     head_dim: int = 64,
     backend: AttentionBackend = "auto",
 ) -> BackendChoice:
-    """Says which backend `flash_attention` uses for such tensors, and why.
+    """Returns which backend `flash_attention` uses for such tensors, and why.
 
     Args:
         device: Where the tensors are.
         dtype: Their dtype.
         head_dim: Width of a head.
-        backend: What is asked for; auto leaves the choice.
+        backend: The requested backend; auto lets Paceline choose.
     """
     require_choice("attention", "backend", backend, AttentionBackend)
     if backend != "auto":
@@ -73,7 +74,7 @@ def explain_backend(
     return BackendChoice("triton", "on CUDA devices the Triton kernels compute attention")
 
 
-@functools.cache  # It is asked in every layer of every step.
+@functools.cache  # Called in every layer of every step.
 def _triton_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; pip install 'paceline[triton]'"
@@ -85,8 +86,8 @@ def _triton_obstacle(device: torch.device) -> str | None:
     return None
 
 
-# What torch.compiler.assume_constant_result does. The decorator itself imports torch's compiler,
-# for which every program would wait more than a second.
+# Equivalent to torch.compiler.assume_constant_result. The decorator itself imports torch's
+# compiler, which would delay every program by more than a second.
 _triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -133,17 +134,17 @@ def flash_attention(
 
     Args:
         query: (batch, heads, queries, head_dim).
-        key: (batch, kv_heads, keys, head_dim); each of fewer heads serves a group of queries'.
+        key: (batch, kv_heads, keys, head_dim); each head may serve a group of query heads.
         value: As key.
         causal: Whether a query sees only keys up to its own position.
-        scale: What scores are multiplied with; 1 / sqrt(head_dim) unless given.
-        causal_align: Where lengths differ: top_left lets the first query see the first key,
-            bottom_right the last query the last key, as in generation with a cache. A query
-            that sees no key gets zeros.
-        return_lse: Also return the logarithm of each query's sum of exponentials, (batch, heads,
-            queries), in float32 or for float64 in that; it can be differentiated, and joins
-            outputs over parts of keys.
-        backend: What computes it; `explain_backend` says what auto means.
+        scale: Factor of the scores; 1 / sqrt(head_dim) by default.
+        causal_align: Alignment of the mask if lengths differ: top_left aligns the first query with
+            the first key, bottom_right the last query with the last key, as in generation with a
+            cache. A query that sees no key gets zeros.
+        return_lse: Also return the log-sum-exp of each query's scores, (batch, heads, queries), in
+            float32, or in float64 for float64 inputs. It is differentiable, and can be used to
+            combine outputs over parts of the keys.
+        backend: Backend to use; `explain_backend` says what auto selects.
     """
     _validate(query, key, value)
     chosen = explain_backend(
@@ -164,11 +165,11 @@ def flash_attention(
 def resolve_implementation(
     implementation: AttentionImplementation, device: torch.device | str
 ) -> AttentionKind:
-    """Returns what a model's implementation of attention comes down to on a device.
+    """Returns the implementation of attention that a model uses on a device.
 
     Args:
-        implementation: As a model's configuration has it; auto leaves the choice.
-        device: Where it is to run.
+        implementation: As in the model's configuration; auto selects a backend.
+        device: The device that it runs on.
     """
     if implementation == "naive":
         return "naive"
@@ -184,15 +185,15 @@ def attention(
     causal_align: CausalAlign = "top_left",
     implementation: AttentionImplementation,
 ) -> Tensor:
-    """Computes attention as the model's configuration names it: naive stores all scores.
+    """Computes attention with the implementation named in the model's configuration.
 
     Args:
         query: (batch, heads, queries, head_dim).
         key: (batch, key heads, keys, head_dim).
         value: As the keys.
         causal: Whether a query sees only the keys up to its own position.
-        causal_align: Where lengths differ, as in `flash_attention`.
-        implementation: A backend of `flash_attention`, or naive.
+        causal_align: Alignment of the mask if lengths differ, as in `flash_attention`.
+        implementation: A backend of `flash_attention`, or naive, which stores all scores.
     """
     if implementation != "naive":
         return flash_attention(
@@ -208,12 +209,12 @@ def attention(
 def _torch_attention(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float | None
 ) -> Tensor:
-    """Lets torch choose among its kernels for the device; in float64 it stores the scores."""
-    # Queries that see nothing would be NaN there.
+    """Computes attention with the kernel that torch chooses; in float64 it stores the scores."""
+    # torch would return NaN for queries that see no key.
     num_blind = 0 if diagonal is None else max(0, -diagonal)
     mask = None
     if diagonal is not None and diagonal > 0:
-        from torch.nn.attention.bias import causal_lower_right  # It loads the whole compiler.
+        from torch.nn.attention.bias import causal_lower_right  # Imports the whole compiler.
 
         mask = causal_lower_right(query.shape[-2], key.shape[-2])
     output = F.scaled_dot_product_attention(
@@ -229,7 +230,7 @@ def _torch_attention(
 
 
 def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises where the tensors do not fit; it is on the way of every call, so it is quick."""
+    """Raises if the tensors do not match; runs in every call, so it must be fast."""
     if not query.ndim == key.ndim == value.ndim == 4:
         problem = "each tensor must be (batch, heads, sequence, head_dim)"
     elif key.shape != value.shape:
@@ -257,7 +258,7 @@ def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _may_be_cast(*tensors: Tensor) -> bool:
-    """Says whether autocast gives all of them one dtype; it does not touch float64."""
+    """Returns whether autocast gives all tensors one dtype; it leaves float64 unchanged."""
     device_type = tensors[0].device.type
     return (
         torch.amp.is_autocast_available(device_type)

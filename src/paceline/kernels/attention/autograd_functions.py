@@ -1,9 +1,9 @@
 """FlashAttention-2 as the two autograd functions that the courses' tests call.
 
-Both are applied as ``apply(query, key, value, is_causal)`` to (batch, sequence, head_dim), and of
-what they save for backward exactly one tensor, the logarithms of the sums, is (batch, queries).
-For anything else `flash_attention` is the better door: autocast, for one, does not look inside of
-an autograd function.
+Both are applied as ``apply(query, key, value, is_causal)`` to (batch, sequence, head_dim). Of the
+tensors that they save for backward, exactly one, the log-sum-exp, is (batch, queries). For any
+other purpose prefer `flash_attention`: autocast, for example, does not apply inside an autograd
+function.
 """
 
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from paceline.kernels.attention.op import BackendName, attend, attend_backward
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """Attention of a single head by the backend that a subclass names."""
+    """Attention of a single head, computed by the backend of the subclass."""
 
     backend: ClassVar[BackendName]
 

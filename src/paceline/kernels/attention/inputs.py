@@ -1,8 +1,8 @@
-"""What the two passes of attention take: one bundle each, the same for every backend.
+"""Inputs of the two passes of attention: one dataclass each, the same for every backend.
 
-The mask is one number, `diagonal`, as in torch.tril: key j is visible to query i where
-j <= i + diagonal; None hides nothing. A query that sees no key has output 0 and the logarithm of
-an empty sum, -inf.
+The mask is one number, `diagonal`, as in torch.tril. Key j is visible to query i if
+j <= i + diagonal; None hides nothing. A query that sees no key has output 0 and a log-sum-exp of
+-inf.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 Results = tuple[Tensor, Tensor]
-"""Output, and the logarithm of each query's sum of exponentials (lse)."""
+"""Output, and the log-sum-exp of each query's scores (lse)."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of query, key and value."""
 
 
-@dataclasses.dataclass  # Frozen, making one would take 3 µs longer, in every call.
+@dataclasses.dataclass  # Not frozen: that would add 3 µs to every call.
 class ForwardInputs:
-    """What forward computes its results from."""
+    """Inputs of forward."""
 
     query: Float[Tensor, "batch heads queries head_dim"]
     key: Float[Tensor, "batch kv_heads keys head_dim"]
@@ -29,7 +29,7 @@ class ForwardInputs:
 
 @dataclasses.dataclass
 class BackwardInputs(ForwardInputs):
-    """What backward computes gradients from: forward's inputs, its results and their gradients."""
+    """Inputs of backward: forward's inputs, its results and their gradients."""
 
     output: Float[Tensor, "batch heads queries head_dim"]
     lse: Float[Tensor, "batch heads queries"]

@@ -1,9 +1,9 @@
-"""What every backend of attention agrees on: where results lie in memory, mask and scale.
+"""Conventions of all attention backends: memory layout of results, mask and scale.
 
-Tensors are (batch, heads, sequence, head_dim). The output lies in memory as the queries do;
-gradients lie token by token, the heads of a token side by side, because the step before
-attention splits the heads: with this order its backward copies nothing. Both are what torch's
-fused attention on CPUs does.
+Tensors are (batch, heads, sequence, head_dim). The output has the memory layout of the queries.
+Gradients are stored token by token, the heads of a token adjacent, because the step before
+attention splits the heads: with this order its backward copies nothing. Both match torch's fused
+attention on CPUs.
 """
 
 import math
@@ -20,7 +20,7 @@ CausalAlign = Literal["top_left", "bottom_right"]
 def causal_diagonal(
     num_queries: int, num_keys: int, *, causal: bool, align: CausalAlign
 ) -> int | None:
-    """Returns the mask's diagonal: the first query sees the first key, or the last the last."""
+    """Returns the diagonal that aligns the first query and key, or the last; None without mask."""
     require_choice("attention", "causal_align", align, CausalAlign)
     if not causal:
         return None
@@ -28,7 +28,7 @@ def causal_diagonal(
 
 
 def empty_output(query: Tensor) -> Tensor:
-    """Allocates an output that lies in memory as the queries do, but each head without gaps."""
+    """Allocates an output in the memory layout of the queries, but with contiguous head vectors."""
     if query.stride(-1) == 1:
         return torch.empty_like(query)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -37,7 +37,7 @@ def empty_output(query: Tensor) -> Tensor:
 def empty_lse(query: Tensor, backend: str) -> Tensor:
     """Allocates one number per query, (batch, heads, sequence).
 
-    Torch's fused kernel has those of a token side by side; the others have those of a head.
+    For torch's fused kernel the numbers of a token are adjacent; for the others, those of a head.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, heads, sequence, _ = query.shape
@@ -47,7 +47,7 @@ def empty_lse(query: Tensor, backend: str) -> Tensor:
 
 
 def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates (batch, heads, sequence, head_dim) each, the heads of a token side by side."""
+    """Allocates (batch, heads, sequence, head_dim) each, with the heads of a token adjacent."""
 
     def like(tensor: Tensor) -> Tensor:
         batch, heads, sequence, head_dim = tensor.shape
@@ -57,5 +57,5 @@ def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:
-    """Returns the scale that was asked for, or 1 / sqrt(head_dim)."""
+    """Returns the given scale, or 1 / sqrt(head_dim)."""
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -1,10 +1,10 @@
-"""Attention and its backward as operators of torch, so that everything in torch can handle them.
+"""Attention and its backward as torch operators, so that all of torch can handle them.
 
-Autograd, torch.compile and autocast each learn here what they need: a formula, the shapes of the
-results without computing them, and to which dtype inputs are cast. The operators take whichever
-backend they are told; choosing one is not their business.
+This module registers what autograd, torch.compile and autocast need: a derivative, the shapes of
+the results without computing them, and the dtype that inputs are cast to. The operators use the
+backend that they are given; they do not choose one.
 
-They are defined through `torch.library.Library` because `torch.library.custom_op`, which is the
+They are defined through `torch.library.Library` because `torch.library.custom_op`, which does the
 same in fewer lines, adds 0.15 ms to a call: 2% of attention over 1,024 tokens.
 """
 
@@ -23,14 +23,14 @@ BackendName = Literal["sdpa", "tiled", "triton"]
 
 
 class Backend(NamedTuple):
-    """Something that computes both passes."""
+    """The functions that compute both passes."""
 
     forward: Callable[[ForwardInputs], Results]
     backward: Callable[[BackwardInputs], Gradients]
 
 
 def find_backend(name: str) -> Backend:
-    """Returns the backend of that name; each is imported when it is first used."""
+    """Returns the backend of that name; each is imported on first use."""
     require_choice("attention", "backend", name, BackendName)
     if name == "triton":
         try:
@@ -63,13 +63,13 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     tags=torch.Tag.pt2_compliant_tag,
 )
 attention_op = torch.ops.paceline.attention.default
-"""Returns the output and the logarithm of each query's sum of exponentials."""
+"""Returns the output and the log-sum-exp of each query's scores."""
 attention_backward_op = torch.ops.paceline.attention_backward.default
 """Returns the gradients of query, key and value."""
 
 
 def attend(inputs: ForwardInputs, backend: str) -> Results:
-    """Computes the first operator; where there is nothing to see, no backend is asked."""
+    """Computes the first operator; empty inputs need no backend."""
     query = inputs.query
     if query.numel() == 0 or inputs.key.numel() == 0:
         return empty_output(query).zero_(), empty_lse(query, backend).fill_(float("-inf"))
@@ -77,7 +77,7 @@ def attend(inputs: ForwardInputs, backend: str) -> Results:
 
 
 def attend_backward(inputs: BackwardInputs, backend: str) -> Gradients:
-    """Computes the second operator."""
+    """Computes the second operator; empty inputs need no backend."""
     if inputs.query.numel() == 0 or inputs.key.numel() == 0:
         gradients = empty_gradients(inputs.query, inputs.key, inputs.value)
         for gradient in gradients:
@@ -86,9 +86,9 @@ def attend_backward(inputs: BackwardInputs, backend: str) -> Gradients:
     return find_backend(backend).backward(inputs)
 
 
-# Torch calls what follows with the arguments of the schemas above: the bundles are made here. The
-# schemas' order stays: torch.compile keeps graphs on disk that call the backward operator, and
-# finds them again by the forward graph alone.
+# Torch calls the following functions with the arguments of the schemas above; they build the input
+# dataclasses. The order of the arguments must not change: torch.compile caches graphs on disk that
+# call the backward operator, and looks them up by the forward graph alone.
 
 
 def _attend(*inputs_and_backend: Any) -> Results:
@@ -129,7 +129,7 @@ def _propagate(ctx, output_gradient, lse_gradient):  # type: ignore[no-untyped-d
 
 
 def _cast_and_attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Results:
-    """Casts to the dtype that autocast is set to; like torch's own, it does not touch float64."""
+    """Casts to the dtype of autocast, then attends; like torch, it leaves float64 unchanged."""
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):

@@ -1,7 +1,7 @@
-"""Attention as its formula says: the oracle, and the naive case of the benchmarks.
+"""Attention by its formula: the reference for tests, and the naive case of the benchmarks.
 
-It stores the whole s × s matrix of scores, which is the cost that FlashAttention avoids
-(Dao 2023). Softmax is taken in float32 whatever the inputs are, or in float64 for float64.
+It stores the whole s × s matrix of scores, which is the cost that FlashAttention avoids (Dao 2023).
+Softmax is computed in float32 for every input dtype, except in float64 for float64.
 """
 
 import torch
@@ -28,10 +28,9 @@ def attention_reference(
         query: (..., queries, head_dim).
         key: (..., keys, head_dim).
         value: (..., keys, value_dim).
-        causal: Whether a query sees only some of the keys.
+        causal: Whether to apply a causal mask.
         scale: By default 1 / sqrt(head_dim).
-        causal_align: Whether the mask starts from the first query and key, or ends at the last
-            ones.
+        causal_align: Whether the mask aligns the first query and key, or the last ones.
     """
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     diagonal = causal_diagonal(num_queries, num_keys, causal=causal, align=causal_align)

@@ -1,9 +1,9 @@
-"""Attention by torch's fused kernel for CPUs, which also gives the logarithms of the sums.
+"""Attention by torch's fused kernel for CPUs, which also returns the log-sum-exp.
 
-The kernel knows one causal mask, the one whose diagonal starts at the first query and key. Other
-diagonals are made of it: queries that see nothing are left out, and keys that every query sees
-are a block of their own. The outputs of two blocks are mixed by their sums, and backward of each
-block follows from the sums of the whole, so nothing of size s × s is ever stored.
+The kernel supports one causal mask, whose diagonal starts at the first query and key. Other
+diagonals are built from it: queries that see nothing are left out, and keys that every query sees
+form a separate block. The outputs of two blocks are combined by their log-sum-exps. Backward of
+each block uses the log-sum-exp of the whole, so nothing of size s × s is ever stored.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class MaskBlock(NamedTuple):
-    """The queries from one on, and a range of keys, with or without a mask between them."""
+    """The queries from `first_query` on, and a range of keys, with or without a causal mask."""
 
     first_query: int
     first_key: int
@@ -30,7 +30,7 @@ class MaskBlock(NamedTuple):
 
 
 def plan_blocks(num_queries: int, num_keys: int, diagonal: int | None) -> list[MaskBlock]:
-    """Divides what is visible into blocks that the kernel computes; none where nothing is."""
+    """Divides the visible pairs into blocks that the kernel supports; none if none are visible."""
     if diagonal is None or diagonal >= num_keys - 1:
         return [MaskBlock(0, 0, num_keys, causal=False)]
     if diagonal <= -num_queries:
@@ -43,10 +43,10 @@ def plan_blocks(num_queries: int, num_keys: int, diagonal: int | None) -> list[M
 
 
 def sdpa_forward(inputs: ForwardInputs) -> Results:
-    """Returns the output and the logarithm of each query's sum of exponentials.
+    """Returns the output and the log-sum-exp of each query's scores.
 
-    Where the scale is not positive the tiles of PyTorch compute them: the kernel multiplies -inf,
-    its mask, with the scale.
+    If the scale is not positive, tiled PyTorch computes them: the kernel multiplies its mask, -inf,
+    by the scale.
     """
     if inputs.scale <= 0:
         output, lse = tiled_forward(inputs)
@@ -74,7 +74,7 @@ def sdpa_forward(inputs: ForwardInputs) -> Results:
 def sdpa_backward(inputs: BackwardInputs) -> Gradients:
     """Returns the gradients of query, key and value.
 
-    The kernel knows no gradient of the logarithms: with one, the tiles of PyTorch compute it.
+    The kernel does not support a gradient of the log-sum-exp: tiled PyTorch handles that case.
     """
     if inputs.lse_gradient is not None or inputs.scale <= 0:
         return tiled_backward(inputs)
@@ -113,7 +113,7 @@ def sdpa_backward(inputs: BackwardInputs) -> Gradients:
 
 
 def _below_blind(query: Tensor, results: Sequence[Results]) -> Results:
-    """Puts the queries that see nothing before those that do."""
+    """Prepends the queries that see nothing to those that do."""
     output = empty_output(query).zero_()
     lse = empty_lse(query, "sdpa").fill_(float("-inf"))
     for seeing_output, seeing_lse in results:
@@ -123,7 +123,7 @@ def _below_blind(query: Tensor, results: Sequence[Results]) -> Results:
 
 
 def _mixed(query: Tensor, results: Sequence[Results]) -> Results:
-    """Joins the outputs over two disjoint sets of keys."""
+    """Combines the outputs over two disjoint sets of keys."""
     (first, first_lse), (second, second_lse) = results
     lse = torch.logaddexp(first_lse, second_lse, out=empty_lse(query, "sdpa"))
     share = (second_lse - lse).exp_().unsqueeze(-1)
@@ -133,5 +133,5 @@ def _mixed(query: Tensor, results: Sequence[Results]) -> Results:
 
 
 def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
-    """Copies tensors whose heads are not contiguous: the kernel would read them wrongly."""
+    """Copies tensors whose head vectors are not contiguous: the kernel would misread them."""
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]

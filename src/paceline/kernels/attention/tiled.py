@@ -1,13 +1,13 @@
 """FlashAttention-2 (Dao 2023) in plain PyTorch: attention by tiles, on any device.
 
-Forward goes over tiles of keys with a running maximum and sum per query, so that no more than one
-tile of scores exists at a time; all that is kept of them is the logarithm of each query's sum.
-Backward recomputes a tile's probabilities from it. Memory beyond the results is two tiles, and for
-bf16 and fp16 copies of a few heads' keys and values: it grows linearly with the sequence.
+Forward iterates over tiles of keys with a running maximum and sum per query, so that at most one
+tile of scores exists at a time; only the log-sum-exp of each query is kept. Backward recomputes a
+tile's probabilities from it. Memory beyond the results is two tiles and, for bf16 and fp16, copies
+of a few heads' keys and values: it grows linearly with the sequence.
 
-A tile spans several heads of a sequence: each operation on it then has enough to do. It ends
-where the last of its queries stops seeing keys, so that work above the diagonal is left out rather
-than masked. bf16 and fp16 are computed in float32.
+A tile spans several heads of a sequence, so that each operation on it has enough work. It ends at
+the last key that any of its queries sees, so that work above the diagonal is skipped rather than
+masked. bf16 and fp16 are computed in float32.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from torch import Tensor
 from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
 from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
 
-# Tiles of this size took the least time of those tried, on CPUs with 2 MiB of cache per core.
+# The fastest of the tile sizes tried, on CPUs with 2 MiB of cache per core.
 _TILE_HEADS = 8
 _TILE_QUERIES = 256
 _TILE_SCORES = 2**20
 
 
 class Tile(NamedTuple):
-    """Queries and keys that meet, as half-open ranges."""
+    """A block of queries and keys, as half-open ranges."""
 
     first_query: int
     end_query: int
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 def plan_tiles(
     num_queries: int, num_keys: int, num_heads: int, diagonal: int | None
 ) -> Iterator[list[Tile]]:
-    """Yields, for each tile of queries that see anything, the tiles of the keys that they see."""
+    """Yields the tiles of visible keys for each tile of queries that see any key."""
     first_seeing = 0 if diagonal is None else max(0, -diagonal)
     for first_query in range(first_seeing, num_queries, _TILE_QUERIES):
         end_query = min(first_query + _TILE_QUERIES, num_queries)
@@ -50,7 +50,7 @@ def plan_tiles(
 
 
 def tiled_forward(inputs: ForwardInputs) -> Results:
-    """Returns the output and the logarithm of each query's sum of exponentials."""
+    """Returns the output and the log-sum-exp of each query's scores."""
     output = empty_output(inputs.query)
     lse = empty_lse(inputs.query, "tiled")
     if inputs.diagonal is not None and inputs.diagonal < 0:
@@ -76,7 +76,7 @@ def _forward_part(part: tuple[Tensor, ...], diagonal: int | None, scale: float) 
             scores = _tile_of(workspace, queries, tile)
             torch.bmm(queries, key[:, keys].transpose(1, 2), out=scores)
             _hide(scores, tile, diagonal)
-            # Every query here sees the first key: from the first tile on the maximum is a number.
+            # Every query here sees the first key, so the maximum is finite from the first tile on.
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
             correction = largest.sub_(new_largest).exp_()
             largest = new_largest
@@ -116,8 +116,8 @@ def _backward_part(part: tuple[Tensor, ...], diagonal: int | None, scale: float)
         queries = _grouped(query[:, rows], key) * scale
         gradients = _grouped(output_gradient[:, rows], key)
         minus_lse = -_grouped(lse[:, rows], key)
-        # A probability's gradient enters that of its score with the row's mean taken off, which
-        # is the sum over the head of output times its gradient.
+        # A score's gradient is its probability times (the probability's gradient minus the row's
+        # mean); the mean is the sum over the head of output times its gradient.
         minus_mean = _grouped(lse_gradient[:, rows], key) - (
             gradients * _grouped(output[:, rows], key)
         ).sum(-1, keepdim=True)
@@ -140,9 +140,9 @@ def _backward_part(part: tuple[Tensor, ...], diagonal: int | None, scale: float)
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the tensors of a few heads at a time; the second one tells how many share keys."""
+    """Yields the tensors of a few heads at a time; the second tensor has the key-value heads."""
     if tensors[0].shape[1] == 1:
-        # Sequences of a single head are taken together, as if they were heads.
+        # Sequences with a single head are processed together, as if they were heads.
         tensors = tuple(tensor.transpose(0, 1) for tensor in tensors)
     num_kv_heads = tensors[1].shape[1]
     group = tensors[0].shape[1] // num_kv_heads
@@ -156,7 +156,7 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _grouped(rows: Tensor, key: Tensor) -> Tensor:
-    """Lays the queries of all heads that share a key head one behind another."""
+    """Concatenates the queries of all heads that share a key head."""
     return rows.reshape(key.shape[0], -1, rows.shape[-1]).to(key.dtype)
 
 
@@ -165,7 +165,7 @@ def _ungrouped(rows: Tensor, query: Tensor) -> Tensor:
 
 
 def _empty_tile(query: Tensor, key: Tensor) -> Tensor:
-    """Allocates the largest tile that these queries and keys have."""
+    """Allocates memory for the largest tile of these queries and keys."""
     num_rows = query.shape[0] * min(query.shape[1], _TILE_QUERIES)
     num_keys = max(1, min(key.shape[1], _TILE_SCORES // (query.shape[0] * _TILE_QUERIES)))
     return key.new_empty(num_rows * num_keys)
@@ -177,7 +177,7 @@ def _tile_of(workspace: Tensor, queries: Tensor, tile: Tile) -> Tensor:
 
 
 def _hide(scores: Tensor, tile: Tile, diagonal: int | None) -> None:
-    """Overwrites the scores that queries of the tile must not see."""
+    """Sets the scores that queries of the tile must not see to -inf."""
     if diagonal is None or tile.first_query + diagonal >= tile.end_key - 1:
         return
     num_queries = tile.end_query - tile.first_query

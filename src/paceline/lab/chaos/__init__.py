@@ -1,1 +1,1 @@
-"""Chaos: faults on purpose, in a run that is to survive them."""
+"""Chaos testing: injects faults into a run that should survive them."""

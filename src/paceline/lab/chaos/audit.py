@@ -1,4 +1,4 @@
-"""What must hold of a run whatever was done to it."""
+"""Checks the invariants of a run that must hold despite faults."""
 
 import dataclasses
 import pathlib
@@ -10,15 +10,15 @@ from paceline.training.run_files import METRICS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChaosAudit:
-    """What was found wrong; nothing where the run is as if it had never been disturbed."""
+    """Findings of an audit; empty if the run is equivalent to an undisturbed one."""
 
     num_steps: int
-    """Steps whose samples were read again."""
+    """Number of steps whose samples were re-read."""
     findings: tuple[str, ...]
 
 
 def audit_chaos(run: pathlib.Path, reference: pathlib.Path | None) -> ChaosAudit:
-    """Checks that every sample was used exactly once, and losses against another run's."""
+    """Checks that every sample was used exactly once, and compares losses with `reference`."""
     num_steps, wrong = audit_run(run)
     findings = [str(finding) for finding in wrong]
     if reference is not None:
@@ -36,10 +36,11 @@ def _differences(
     losses: dict[int, float], expected: dict[int, float], reference: pathlib.Path
 ) -> list[str]:
     different = [step for step in expected if losses.get(step) != expected[step]]
-    if not different and len(losses) == len(expected):
-        return []
-    first = min(different, default=max(expected, default=0))
-    return [
-        f"{len(different)} of {len(expected)} losses differ from those of {reference}, the first "
-        f"at step {first}"
-    ]
+    if different:
+        return [
+            f"{len(different)} of {len(expected)} losses differ from those of {reference}, the "
+            f"first at step {min(different)}"
+        ]
+    if len(losses) > len(expected):
+        return [f"{len(losses)} steps, but {reference} has only {len(expected)}"]
+    return []

@@ -1,4 +1,4 @@
-"""The command under chaos: started on this machine or on the lab's hosts, and started again."""
+"""Starts and restarts the command under test, on this machine or on the lab's hosts."""
 
 import os
 import subprocess
@@ -11,15 +11,15 @@ from paceline.lab.rank import rank_command
 from paceline.lab.run import rank_environment
 
 _GROUP_ENDS_S = 15.0
-"""How long the others may take once a rank on another host has failed."""
+"""Time for the other ranks to end after a rank on another host has failed."""
 
 
 class Command:
-    """A command and its processes, once on this machine or once per host.
+    """A command and its processes: one on this machine, or one per host.
 
     Args:
         words: The program and its arguments.
-        mark: What tells its processes from all others.
+        mark: The value that identifies its processes.
         hosts: Hosts of the lab, each with one rank; none to run on this machine.
     """
 
@@ -31,11 +31,11 @@ class Command:
         self.starts = 0
 
     def start(self) -> None:
-        """Starts the command; what it prints goes where ours goes."""
+        """Starts the command; its output goes to our own stdout and stderr."""
         self.starts += 1
         environment = {**os.environ, MARK: self._mark}
         if not self._hosts:
-            # A session of its own: a Ctrl-C is for us, and we end it.
+            # In a new session Ctrl-C reaches only this process, which then ends the command.
             self._running = [subprocess.Popen(self._words, env=environment, start_new_session=True)]
             return
         self._running = [
@@ -48,7 +48,7 @@ class Command:
         ]
 
     def exit_code(self) -> int | None:
-        """Returns how the command ended, None while it runs; one that fails ends its group."""
+        """Returns the exit code, or None while running; a failed rank ends its group."""
         codes = [process.poll() for process in self._running]
         failed = [code for code in codes if code]
         if failed:
@@ -60,7 +60,7 @@ class Command:
         return None if None in codes else 0
 
     def terminate(self) -> None:
-        """Asks all of it to end."""
+        """Sends SIGTERM to all running processes."""
         for process in self._running:
             if process.poll() is None:
                 process.terminate()

@@ -1,4 +1,4 @@
-"""What is done to a command, and for how long."""
+"""Configuration of a chaos run: the command, its faults and the time limits."""
 
 import dataclasses
 import pathlib
@@ -10,7 +10,7 @@ from paceline.lab.chaos.schedule import LINK_FAULTS, FaultKind, Kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """A run, its faults, and the bounds of both."""
+    """A run, its faults, and the limits of both."""
 
     command: tuple[str, ...]
     run: pathlib.Path
@@ -23,7 +23,7 @@ class ChaosConfig:
     recover_within_s: float = 120.0
     """Time for the next step after a fault; a fault without a next step counts as lost."""
     steps_between: int = 10
-    """Steps that the run makes after a fault before the next fault."""
+    """Steps that the run must complete after a fault before the next one is injected."""
     seed: int = 0
     any_process: bool = False
     """Whether launchers and helper processes are also killed and stopped, not only ranks."""

@@ -1,4 +1,4 @@
-"""Damage to the newest checkpoint of a run: a flipped byte, or a file cut short."""
+"""Damages the newest checkpoint of a run: flips a bit or truncates a file."""
 
 import os
 import pathlib
@@ -8,13 +8,13 @@ from paceline.training.checkpoint.places.names import parse_step
 from paceline.training.run_files import CHECKPOINTS
 
 _FEWEST = 2
-"""Checkpoints that must be there: the damaged one, and one to fall back on."""
+"""Minimum number of checkpoints: the damaged one, and one to fall back on."""
 
 
 def damage_newest(run: pathlib.Path, choice: float) -> str | None:
-    """Damages one file of the newest checkpoint; returns which and how.
+    """Damages one file of the newest checkpoint; returns a description of the damage.
 
-    Returns None, and does nothing, while there is no other checkpoint to fall back on.
+    Does nothing and returns None if there is no other checkpoint to fall back on.
     """
     steps = {
         step: path

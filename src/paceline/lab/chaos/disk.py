@@ -1,4 +1,4 @@
-"""A small disk of its own for a run, which can be filled and freed."""
+"""A separate small disk for a run, which can be filled and freed."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _FILLER = ".chaos-filler"
 
 @contextlib.contextmanager
 def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
-    """Mounts a tmpfs at an empty directory; what is on it stays in the directory afterwards."""
+    """Mounts a tmpfs at an empty directory; its contents are kept in the directory on exit."""
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty; --disk-full needs the directory of a new run")
@@ -36,10 +36,10 @@ def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
 
 
 def fill(directory: pathlib.Path) -> int:
-    """Takes all room that is left on the disk; returns how many bytes that were."""
+    """Fills all free space on the disk; returns the number of bytes taken."""
     taken = 0
     with (directory / _FILLER).open("wb", buffering=0) as file:
-        # What the run frees while this runs is taken as well.
+        # Repeat, because the run may free space in the meantime.
         for _ in range(10):
             room = shutil.disk_usage(directory).free
             if room == 0:
@@ -51,7 +51,7 @@ def fill(directory: pathlib.Path) -> int:
 
 
 def free(directory: pathlib.Path) -> None:
-    """Gives the room back."""
+    """Releases the space taken by `fill`."""
     (directory / _FILLER).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Doing each kind of fault to a run, and undoing it."""
+"""Injects each kind of fault into a run, and reverts it."""
 
 import contextlib
 import signal
@@ -19,11 +19,11 @@ _LOSS = ("-i", INTERFACE, "-m", "statistic", "--mode", "random", "--probability"
 
 
 class Faults:
-    """Acts on the processes, hosts and directory of one run, and on nothing else.
+    """Acts only on the processes, hosts and directory of one run.
 
     Args:
-        config: What may be done.
-        mark: What the run's processes carry.
+        config: The configuration of the chaos run.
+        mark: The value that identifies the run's processes.
         hosts: The lab's hosts that it runs on, if any.
     """
 
@@ -34,7 +34,7 @@ class Faults:
 
     @contextlib.contextmanager
     def inflict(self, fault: Fault) -> Iterator[str | None]:
-        """Does a fault, yields what it hit, and undoes it; None where there is no target yet."""
+        """Injects a fault, yields its target, and reverts it; yields None without a target."""
         if fault.kind in ("kill", "stop", "corrupt"):
             yield self._signal(fault)
         elif fault.kind == "disk-full":
@@ -52,10 +52,10 @@ class Faults:
                 undo()
 
     def _signal(self, fault: Fault) -> str | None:
-        """Signals a process; one that is stopped goes on when its time is over."""
+        """Signals a process; a stopped process is continued after the fault's duration."""
         damaged = None
         if fault.kind == "corrupt":
-            # Nobody looks at a checkpoint before it is needed, so a rank is killed as well.
+            # A checkpoint is read only when a run resumes, so a rank is killed as well.
             damaged = damage_newest(self._config.run, fault.choice)
             if damaged is None:
                 return None
@@ -73,7 +73,7 @@ class Faults:
         return damaged or f"process {index + 1} of {len(targets)}"
 
     def _disturb(self, fault: Fault, host: Host) -> Callable[[], object]:
-        """Changes a host's link; returns what changes it back."""
+        """Disturbs a host's link; returns a function that restores it."""
         if fault.kind == "link-down":
             host.run("ip", "link", "set", INTERFACE, "down")
             return lambda: host.run("ip", "link", "set", INTERFACE, "up")

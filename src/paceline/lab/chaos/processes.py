@@ -1,8 +1,8 @@
-"""The processes of a command, all of them and no others.
+"""Finds the processes of a command, all of them and no others.
 
-The command starts with a variable in its environment that nothing else has. Whatever it starts
-inherits it, so that a process can be told even when its parents are gone; a process without it is
-never touched.
+The command is started with a unique environment variable, which all of its descendants inherit. A
+process can therefore be identified even after its parents have exited. A process without the
+variable is never touched.
 """
 
 import os
@@ -17,12 +17,12 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def new_mark() -> str:
-    """Returns a value for `MARK` that no other run has."""
+    """Returns a unique value for `MARK`."""
     return secrets.token_hex(8)
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Returns the processes that carry the mark and have not ended, by number."""
+    """Returns the live processes that carry the mark, sorted by pid."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in pathlib.Path("/proc").iterdir():
@@ -31,14 +31,14 @@ def marked_processes(mark: str) -> list[int]:
                 environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            # A zombie has no environment any more.
+            # A zombie has no environment, so it is not found.
             if wanted in environment:
                 found.append(int(entry.name))
     return sorted(found)
 
 
 def ranks_of(mark: str) -> list[int]:
-    """Returns the marked processes that train: those without children of their own."""
+    """Returns the marked processes that train: those without children, except helpers."""
     marked = marked_processes(mark)
     parents = {_parent(pid) for pid in marked}
     leaves = [pid for pid in marked if pid not in parents]
@@ -48,7 +48,7 @@ def ranks_of(mark: str) -> list[int]:
 
 
 def send(pid: int, number: signal.Signals, mark: str) -> bool:
-    """Sends a signal to a process if it still carries the mark; returns whether it does."""
+    """Sends a signal to a process that still carries the mark; returns whether it was sent."""
     if pid not in marked_processes(mark):
         return False
     try:
@@ -59,7 +59,7 @@ def send(pid: int, number: signal.Signals, mark: str) -> bool:
 
 
 def end_all(mark: str, within_s: float) -> list[int]:
-    """Kills what is left of a command; returns what was there after waiting for it to end."""
+    """Waits up to `within_s`, kills the remaining processes, and returns those killed."""
     deadline = time.monotonic() + within_s
     left: Sequence[int] = marked_processes(mark)
     while left and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""How far a run is, by the file that it writes a row to after every step."""
+"""Tracks a run's progress through the metrics file, which gets a row after every step."""
 
 import pathlib
 import time
@@ -12,7 +12,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class Progress:
-    """Looks at a run's newest step, and keeps when which step was reached."""
+    """Polls a run's newest step, and records the time at which each step was reached."""
 
     def __init__(self, run: pathlib.Path, began: float) -> None:
         self._path = run / METRICS
@@ -21,7 +21,7 @@ class Progress:
         self.seconds: list[float] = [0.0]
         self.steps: list[int] = [0]
         self.advanced_s = 0.0
-        """When a step was last added, in seconds since the beginning."""
+        """When the step last increased, in seconds since the start."""
 
     def look(self) -> int:
         """Returns the newest step; 0 before the first one."""
@@ -30,7 +30,8 @@ class Progress:
         if step > self.step:
             self.advanced_s = now_s
         if step != self.step:
-            # Where it stood still until now, too: a line through both shows the pause.
+            # Before a rollback, repeat the old step at the current time, so that a plot shows the
+            # pause as a horizontal line.
             self.seconds += [now_s, now_s] if step < self.step else [now_s]
             self.steps += [self.step, step] if step < self.step else [step]
             self.step = step
@@ -44,7 +45,7 @@ class Progress:
                 lines = file.read().split(b"\n")
         except OSError:
             return 0
-        # The last part is empty, or half a line.
+        # The last part is empty or an incomplete line.
         for line in reversed(lines[:-1]):
             try:
                 row = msgspec.json.decode(line)

@@ -1,4 +1,4 @@
-"""A run under chaos as records: one per fault, one of the whole."""
+"""Converts a chaos run to records: one per fault and one for the whole run."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _MOST_SAMPLES = 2_000
 def chaos_records(
     config: ChaosConfig, outcome: ChaosOutcome, audit: ChaosAudit | None, environment: Environment
 ) -> Iterator[Record]:
-    """Yields the records of a run's faults, then that of the run."""
+    """Yields the records of a run's faults, then the record of the run."""
     case: dict[str, CaseValue] = {
         "command": " ".join(config.command),
         "seed": config.seed,

@@ -1,7 +1,7 @@
-"""A command under chaos: faults come when they are due and the run has recovered from the last.
+"""Runs a command under chaos: injects each fault when due, after recovery from the last one.
 
-A fault is survived if the run makes another step in time after it, with the command started again
-where it has ended. Faults come one at a time, so that what follows can be put down to one.
+A run survives a fault if it completes another step in time, with the command restarted if it has
+exited. Faults are injected one at a time, so that every effect has one cause.
 """
 
 import contextlib
@@ -22,53 +22,53 @@ from paceline.lab.chaos.schedule import Fault, schedule
 from paceline.lab.network import Host, hosts
 
 _POLL_S = 0.1
-# A step that was nearly done may still be written after a rank has died.
+# A step that was nearly complete may still be logged after a rank has died.
 _IN_FLIGHT_S = 0.5
 _ORPHANS_S = 5.0
 _BACK_OFF_S = 0.5
 _POSTPONE_S = 2.0
 _FAILURES_IN_A_ROW = 4
-"""Starts without a step between them after which the run is given up."""
+"""Number of consecutive starts without a step after which the run is abandoned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A fault and what became of the run."""
+    """An injected fault and its effect on the run."""
 
     fault: Fault
     target: str
     at_s: float
-    """When it began, in seconds since the beginning."""
+    """When the fault began, in seconds since the start."""
     step: int
-    """The newest step before it."""
+    """The newest step before the fault."""
     recovery_s: float | None = None
-    """From the end of the fault to the next step; None where none came."""
+    """Seconds from the end of the fault to the next step; None if there was none."""
     num_starts: int = 0
-    """How often the command was started again for it."""
+    """Number of restarts of the command due to the fault."""
     reason: str | None = None
-    """Why the run is lost, if it is."""
+    """Why the run was lost; None if it survived."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChaosOutcome:
-    """A whole run under chaos."""
+    """The outcome of a whole chaos run."""
 
     tried: list[Tried]
     finished: bool
     """Whether the command ended with exit code 0."""
     reason: str | None
-    """Why not."""
+    """Why the command did not finish; None if it did."""
     num_starts: int
     num_orphans: int
-    """Processes that had outlived the command and were killed."""
+    """Number of processes that outlived the command and were killed."""
     duration_s: float
     seconds: list[float]
     steps: list[int]
-    """Newest step at each of the seconds."""
+    """Newest step at each time in `seconds`."""
 
 
 def run_chaos(config: ChaosConfig) -> ChaosOutcome:
-    """Runs a command to its end and does to it what was asked for."""
+    """Runs a command to completion while injecting the configured faults."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(termination_as_exit())
         if config.disk_bytes:
@@ -103,7 +103,7 @@ class _Chaos:
             if reason is not None:
                 self._command.terminate()
             orphans = end_all(self._mark, _ORPHANS_S)
-        # What had to be ended because it did not finish is no orphan.
+        # Processes killed because the run did not finish do not count as orphans.
         return ChaosOutcome(
             tried=self._tried,
             finished=reason is None,
@@ -116,7 +116,7 @@ class _Chaos:
         )
 
     def _disturb_until_done(self) -> str | None:
-        """Returns why the run did not finish, None if it did."""
+        """Returns why the run did not finish; None if it did."""
         config = self._config
         due = deque(schedule(config.kinds, seed=config.seed, for_s=config.for_s))
         while True:
@@ -141,12 +141,15 @@ class _Chaos:
             time.sleep(_POLL_S)
 
     def _has_moved(self) -> bool:
-        """Whether the run has made enough steps since it was last started or disturbed."""
+        """Returns whether the run has made enough steps since its last start or fault."""
         enough = self._resumed_step + self._config.steps_between
         return self._progress.advanced_s > self._started_s and self._progress.step >= enough
 
     def _supervise(self) -> tuple[bool, str | None]:
-        """Looks at progress and command; returns whether it is over, and why if it failed."""
+        """Polls progress and command, and restarts it if it failed.
+
+        Returns whether the run is over, and the reason if it failed.
+        """
         self._progress.look()
         code = self._command.exit_code()
         if code is None:
@@ -164,14 +167,14 @@ class _Chaos:
         return False, None
 
     def _try(self, fault: Fault) -> Tried | None:
-        """Does a fault and waits for the next step; None if it found no target."""
+        """Injects a fault and waits for the next step; returns None if there was no target."""
         starts = self._command.starts
         began_s, step = self._now_s, self._progress.look()
         with self._faults.inflict(fault) as target:
             if target is None:
                 return None
             if fault.kind != "stop":
-                # What fails meanwhile is started again when the fault is over.
+                # A command that fails during the fault is restarted after it.
                 self._wait(lambda: self._now_s >= began_s + fault.lasts_s)
         tried = Tried(fault=fault, target=target, at_s=began_s, step=step)
         over_s = self._now_s

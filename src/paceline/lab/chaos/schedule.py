@@ -1,4 +1,4 @@
-"""Which fault comes when: drawn from a seed before anything starts."""
+"""Schedules faults: their times and targets are drawn from a seed before the run starts."""
 
 import dataclasses
 import heapq
@@ -10,13 +10,13 @@ from paceline.core.errors import UsageError
 
 FaultKind = Literal["kill", "stop", "link-down", "link-slow", "link-loss", "disk-full", "corrupt"]
 LINK_FAULTS: tuple[FaultKind, ...] = ("link-down", "link-slow", "link-loss")
-# Between half and one and a half times the period, so that faults do not keep step with the run.
+# Periods vary between half and one and a half times, so that faults do not synchronise with steps.
 _JITTER = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How often a kind of fault comes, and how long it lasts."""
+    """Period and duration of one kind of fault."""
 
     every_s: float
     lasts_s: float = 0.0
@@ -28,27 +28,27 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault that is due."""
+    """A scheduled fault."""
 
     number: int
-    """From 1, in the order of time."""
+    """Number from 1, in chronological order."""
     kind: FaultKind
     due_s: float
-    """Seconds after the beginning."""
+    """Seconds since the start."""
     lasts_s: float
     choice: float
-    """From 0 to 1: which of the targets that are there then."""
+    """Number in [0, 1) that selects among the targets available at that time."""
 
 
 def schedule(kinds: Mapping[FaultKind, Kind], *, seed: int, for_s: float) -> Iterator[Fault]:
-    """Yields the faults of a run in the order of time; the same seed gives the same.
+    """Yields the faults of a run in chronological order; deterministic for a given seed.
 
     Args:
-        kinds: The kinds that occur.
-        seed: Decides on times and targets.
-        for_s: No fault is due after this.
+        kinds: The kinds of faults to inject.
+        seed: Determines times and targets.
+        for_s: Time limit; no fault is scheduled after it.
     """
-    # Each kind has a stream of its own: leaving one out does not move the others.
+    # Each kind has its own random stream, so that omitting one does not change the others.
     streams = [
         _stream(kind, settings, random.Random(f"{seed} {kind}"), for_s)
         for kind, settings in kinds.items()

@@ -1,1 +1,1 @@
-"""Models as Hugging Face lays them out: what transformers and vLLM load."""
+"""Models in the Hugging Face format, which transformers and vLLM load."""

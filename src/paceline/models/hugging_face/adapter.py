@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, called as ours is: tokens in, logits out.
+"""Any causal language model of transformers, with our model's interface: tokens in, logits out.
 
-What it is made of is not known here. So nothing of it is recomputed or compiled block by block, no
-memory and no step time is predicted, and what it generates is computed without a cache.
+Its structure is not known here. So there is no activation checkpointing, no compilation by block,
+no prediction of memory or step time, and generation runs without a cache.
 """
 
 import pathlib
@@ -21,10 +21,10 @@ _PREFIX = "inner."
 
 
 class HuggingFaceLM(nn.Module):
-    """A model of transformers.
+    """Wraps a model of transformers.
 
     Args:
-        inner: What AutoModelForCausalLM returns.
+        inner: A model returned by AutoModelForCausalLM.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -41,7 +41,7 @@ class HuggingFaceLM(nn.Module):
 
     @classmethod
     def of_directory(cls, directory: pathlib.Path) -> "HuggingFaceLM":
-        """Builds a model in float32, with the weights of its directory if it has any."""
+        """Builds a model in float32, with the weights in its directory if there are any."""
         config = read_config(directory)
         if not weight_files(directory):
             return cls.of_config(config, str(directory / CONFIG))
@@ -49,7 +49,7 @@ class HuggingFaceLM(nn.Module):
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # Every rank would show one.
+        disable_progress_bar()  # Otherwise every rank shows one.
         inner = AutoModelForCausalLM.from_pretrained(
             directory,
             config=settings,
@@ -61,7 +61,7 @@ class HuggingFaceLM(nn.Module):
 
     @property
     def max_context_length(self) -> int | None:
-        """Longest sequence that the model accepts, if it says so."""
+        """Longest sequence that the model accepts; None if its config does not state it."""
         length: int | None = getattr(self.inner.config, "max_position_embeddings", None)
         return length
 
@@ -72,12 +72,12 @@ class HuggingFaceLM(nn.Module):
 
 
 def hugging_face_layout(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns config.json of a trained model, and what its tensors are called in its files.
+    """Returns config.json of a trained model, and the names of its tensors in the files.
 
-    Of tensors that share their numbers, as tied embeddings do, the first is in the files.
+    Of tensors that share storage, such as tied embeddings, only the first is in the files.
 
     Args:
-        config: As the model was built with.
+        config: The config that the model was built with.
     """
     with torch.device("meta"):
         inner = HuggingFaceLM.of_config(config).inner

@@ -1,8 +1,8 @@
-"""A directory of a Hugging Face model: config.json, weights in safetensors, the tokenizer.
+"""The directory of a Hugging Face model: config.json, weights in safetensors, the tokenizer.
 
-Weights are written and read a shard at a time, so that memory does not grow with the model. A
-directory is written beside its place and renamed when it is complete. Nothing here runs code from
-a file: pickled weights are not read.
+Weights are written one shard at a time, so that memory does not grow with the model. A directory is
+written under a temporary name and renamed when it is complete. Nothing here runs code from a file:
+pickled weights are not read.
 """
 
 import json
@@ -18,10 +18,10 @@ from paceline.core.errors import UsageError
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""As much as transformers puts into a file."""
+"""The default of transformers 4; transformers 5 has 50 GB."""
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are done, and all there are."""
+"""Receives the number of bytes done and the total."""
 
 
 def write_model(
@@ -33,15 +33,15 @@ def write_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Writes a model as transformers loads it.
+    """Writes a model in the format that transformers loads.
 
     Args:
-        directory: Made whole or not at all; there must be none, or an empty one.
-        files: What stands beside the weights by name, config.json among it: text, or JSON.
-        sizes: Bytes of every tensor, by the names that transformers knows.
-        read: Returns the tensors of some names.
-        max_shard_bytes: About how large a file of weights may be; one of them is in memory.
-        progress: Told how far it is.
+        directory: Created atomically; it must not exist, or be empty.
+        files: All other files by name, including config.json: text, or JSON.
+        sizes: Size of every tensor in bytes, by the names that transformers uses.
+        read: Returns the tensors with the given names.
+        max_shard_bytes: Approximate maximum size of a weight file; one is in memory at a time.
+        progress: Called after each weight file.
     """
     from safetensors.torch import save_file
 
@@ -73,7 +73,7 @@ def write_model(
 
 
 def require_room(directory: pathlib.Path) -> None:
-    """Raises if there is anything where a model is to be written."""
+    """Raises a `UsageError` unless a directory does not exist or is empty."""
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UsageError(f"{directory} already exists; name a new directory")
 
@@ -95,7 +95,7 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a model's weights; none if it has no safetensors."""
+    """Returns the weight files of a model; empty if it has no safetensors."""
     index = directory / INDEX
     if index.exists():
         try:
@@ -110,7 +110,7 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_weights(directory: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the tensors of a model's directory, by the names that transformers knows."""
+    """Returns the tensors in a model's directory, by the names that transformers uses."""
     import safetensors
     from safetensors.torch import load_file
 
@@ -127,7 +127,7 @@ def read_weights(directory: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Returns names in their order, in groups of bounded size; a larger tensor is one by itself."""
+    """Groups names, in order, by a maximum size; a larger tensor is a group by itself."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

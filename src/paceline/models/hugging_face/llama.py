@@ -1,7 +1,7 @@
-"""Our Transformer in Hugging Face's Llama layout, and back: renames alone, no value changes.
+"""Conversion between our Transformer and Hugging Face's Llama layout: only names change.
 
-Our rotary positions turn the two halves of a head, as transformers' do, so that no row has to be
-permuted.
+Like transformers, our rotary positions rotate the two halves of a head against each other, so no
+rows are permuted.
 """
 
 import re
@@ -17,7 +17,7 @@ from paceline.models.hugging_face.files import CONFIG
 from paceline.models.transformer import TransformerLM
 
 LLAMA = "llama"
-"""The model_type of what is laid out like our Transformer."""
+"""The model_type whose layout matches our Transformer."""
 
 _OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -38,11 +38,11 @@ _INNER = {
 _THEIR_INNER = {theirs: ours for ours, theirs in _INNER.items()}
 _THEIR_OUTER = {theirs: ours for ours, theirs in _OUTER.items()}
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Tables that old files hold, though the config says all about them."""
+"""Tables in old files that are derived from the config."""
 
 
 def llama_names(shape: ModelShape, names: Iterable[str]) -> dict[str, str]:
-    """Returns Llama's name of every parameter of a `TransformerLM`, but a tied output layer's."""
+    """Returns Llama's name of every `TransformerLM` parameter except a tied output layer."""
     return {
         name: _their_name(name)
         for name in names
@@ -51,7 +51,7 @@ def llama_names(shape: ModelShape, names: Iterable[str]) -> dict[str, str]:
 
 
 def from_llama(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Renames the parameters of a Llama model, which must be those of a `TransformerLM`."""
+    """Renames the parameters of a Llama model; raises if they do not fit a `TransformerLM`."""
     renamed = {
         _our_name(name): tensor for name, tensor in state.items() if not _DERIVED.fullmatch(name)
     }
@@ -71,7 +71,7 @@ def from_llama(state: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tens
 
 
 def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[str, Any]:
-    """Returns config.json for a model of a shape, but for its dtype."""
+    """Returns config.json for a model shape, without the dtype."""
     require_buildable(shape)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -85,7 +85,7 @@ def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[
         "head_dim": shape.head_width,
         "max_position_embeddings": shape.max_context_length,
         "rms_norm_eps": shape.norm_epsilon,
-        # The first for transformers 5, the second for what is older.
+        # rope_parameters is for transformers 5, rope_theta for older versions.
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "rope_theta": shape.rope_theta,
         "hidden_act": "silu",
@@ -98,7 +98,7 @@ def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[
 
 
 def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShape:
-    """Returns the shape of a model that config.json describes; another architecture is refused."""
+    """Returns the model shape of a Llama config.json; rejects other architectures."""
     if config.get("model_type") != LLAMA:
         raise UsageError(
             f"{where}: model_type {config.get('model_type')!r} is not llama, the one layout that "
@@ -134,7 +134,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShap
 
 
 def end_of_text(config: Mapping[str, Any]) -> int | None:
-    """Returns the token that ends a text, the first if config.json names several."""
+    """Returns the end-of-text token, the first if config.json lists several."""
     found = config.get("eos_token_id")
     if isinstance(found, list):
         return found[0] if found else None

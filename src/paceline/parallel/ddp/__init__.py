@@ -1,1 +1,1 @@
-"""Gradients averaged over ranks: naive, flat, overlapped and bucketed."""
+"""Containers that average gradients over ranks: naive, flat, overlapped and bucketed."""

@@ -1,17 +1,19 @@
-"""Choosing the bucket size from what the group and the model really do.
+"""Automatic choice of the bucket size from measurements of the group and the model.
 
-Phases: when the container is made, all-reduces of growing sizes give the cost of a call and the
-bandwidth of this very group. The first synchronised steps tell when each gradient arrives. Then
-every candidate size is played through `simulate_buckets` with the buckets that it would make, and
-the one with the least predicted cost is taken: what backward does not hide, and the time that
-the program itself spends on starting calls. Measurements are agreed upon over the ranks (the
-slowest counts), and the first rank's choice is everybody's.
+1. When the container is created, all-reduces of growing sizes measure the call overhead, latency
+   and bandwidth of its group.
+2. The first synchronised steps record when each gradient arrives.
+3. `simulate_buckets` simulates the buckets of every candidate size. The size with the lowest
+   predicted cost wins: exposed communication plus the time that the program spends launching calls.
 
-Contention is left out of the simulation. Compute's loss to transfers is in the arrivals already,
-which are observed while buckets are in flight. How much a transfer slows down beside compute only
-`paceline calibrate` knows, which takes a minute. On the committed calibrations (24 cases of model,
-batch, ranks and link) the size chosen without contention is predicted to cost at most 2.2% of a
-step more than the best one, 0.3% on average: tests/unit/prediction/test_bucket_size.py.
+Measurements are reduced to their maximum over the ranks, and all ranks adopt the first rank's
+choice.
+
+The simulation omits contention. The slowdown of compute by transfers is already in the arrival
+times, which are observed while buckets are in flight. The slowdown of transfers by compute is
+known only from `paceline calibrate`, which takes a minute. On the committed calibrations (24 cases
+of model, batch, ranks and link) the size chosen without contention is predicted to cost at most
+2.2% of a step more than the best one, 0.3% on average: tests/unit/prediction/test_bucket_size.py.
 """
 
 import dataclasses
@@ -36,34 +38,34 @@ _SMALLEST_BYTES = 4 * 2**10
 _LARGEST_BYTES = 64 * MIB
 _GROWTH = 4
 _REPETITIONS = 5
-_LONG_CALL_S = 0.2  # A shaped link lets the first few mebibytes pass faster than the rest.
+_LONG_CALL_S = 0.2  # A rate-limited link transmits the first few MiB faster than the rest.
 _WARMUP_STEPS = 1
 _OBSERVED_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupCost:
-    """What communication costs in one group."""
+    """The measured cost of all-reduces in one group."""
 
     fit: CollectiveFit
     start_s: float
-    """What a call costs the program that starts it."""
+    """Time that the program spends launching one call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What is expected of a bucket size."""
+    """The predicted performance of one bucket size."""
 
     num_buckets: int
     exposed_s: float
-    """What backward does not hide."""
+    """Exposed communication."""
     cost_s: float
-    """That, and the time that the program spends on starting calls."""
+    """Exposed communication plus the time that the program spends launching calls."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSizeChoice:
-    """A bucket size, and what it was chosen by."""
+    """A chosen bucket size and the measurements behind the choice."""
 
     bucket_size_mb: float
     backward_s: float
@@ -71,10 +73,10 @@ class BucketSizeChoice:
     bytes_per_s: float | None
     start_s: float
     candidates: dict[float, "Candidate"]
-    """What was expected of each size, in MiB."""
+    """Prediction for each candidate size in MiB."""
 
     def explain(self) -> str:
-        """Says what was chosen and why."""
+        """Returns a description of the choice and its reasons."""
         bandwidth = (
             "a bandwidth too high to measure"
             if self.bytes_per_s is None
@@ -93,7 +95,7 @@ class BucketSizeChoice:
 
 
 def measure_group(group: dist.ProcessGroup, device: torch.device) -> GroupCost:
-    """Times all-reduces of growing sizes, until one takes long; all ranks call it together."""
+    """Times all-reduces of growing sizes until one takes long; collective over all ranks."""
     samples: dict[int, list[float]] = {}
     starts: list[float] = []
     size = _SMALLEST_BYTES
@@ -121,7 +123,7 @@ def measure_group(group: dist.ProcessGroup, device: torch.device) -> GroupCost:
 
 
 class BucketSizeTuner:
-    """Watches the first steps and chooses."""
+    """Observes the first steps of a container and chooses its bucket size."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -130,19 +132,19 @@ class BucketSizeTuner:
 
     @property
     def has_seen_enough(self) -> bool:
-        """Whether there is enough to choose by."""
+        """Whether enough steps have been observed for a choice."""
         return len(self._arrivals) >= _WARMUP_STEPS + _OBSERVED_STEPS
 
     def observe(self, arrivals_s: Sequence[float]) -> None:
-        """Takes when each gradient arrived in a step."""
+        """Records the arrival time of each gradient in one step."""
         self._arrivals.append(arrivals_s)
 
     def forget(self) -> None:
-        """Starts anew, because other parameters are trained now."""
+        """Discards all observations, because the set of trained parameters has changed."""
         self._arrivals.clear()
 
     def choose(self, tensors: Sequence[TensorSpec]) -> BucketSizeChoice:
-        """Returns the choice, the same on all ranks."""
+        """Returns the same choice on all ranks; collective over all ranks."""
         observed = self._arrivals[_WARMUP_STEPS:]
         medians = [statistics.median(times) for times in zip(*observed, strict=True)]
         group, device = self._settings.group, self._settings.device
@@ -164,7 +166,7 @@ def choose_bucket_size(
     *,
     reduction_dtype: torch.dtype | None = None,
 ) -> BucketSizeChoice:
-    """Plays every candidate through; a pure function of what was measured."""
+    """Simulates every candidate size and returns the best; a pure function of measurements."""
     backward_s = max(arrivals_s)
     candidates: dict[float, Candidate] = {}
     for size in CANDIDATES_MB:
@@ -179,7 +181,7 @@ def choose_bucket_size(
             exposed_s=exposed_s,
             cost_s=exposed_s + len(plans) * cost.start_s,
         )
-    # Of sizes that cost the same, the larger one makes fewer messages.
+    # Among sizes of equal cost, the larger one sends fewer messages.
     best = min(CANDIDATES_MB, key=lambda size: (candidates[size].cost_s, -size))
     last = cost.fit.segments[-1]
     return BucketSizeChoice(

@@ -1,22 +1,23 @@
-"""The four averaging containers, from the simplest to the one to use.
+"""The four containers that average gradients, from the simplest to the recommended one.
 
-All average the same gradients; they differ in how these are cut into messages and when the messages
-start.
+All average the same gradients. They differ in how gradients are divided into messages and when the
+messages start.
 
 1. `NaiveDataParallel`: backward; then for each parameter in reverse order: all-reduce, wait. The
-   simplest container that is right, and the baseline of the others: it pays a call's latency per
+   simplest correct container, and the baseline of the others: it pays the latency of one call per
    parameter and overlaps nothing.
-2. `FlatDataParallel`: backward, during which gradients are gathered in one buffer; then one
-   all-reduce of it (one per dtype). A call's latency is paid once, and nothing is overlapped.
+2. `FlatDataParallel`: backward collects gradients in one buffer; then one all-reduce of the buffer
+   (one per dtype). It pays the latency of one call and overlaps nothing.
 3. `OverlappedDataParallel`: during backward, a parameter's all-reduce starts when its gradient is
-   complete; after backward, all are waited for. What fits behind backward is hidden, but each
-   parameter pays a call's latency.
+   complete; after backward, it waits for all. Backward hides communication, but each parameter
+   pays the latency of one call.
 4. `BucketedDataParallel`: during backward, a bucket's all-reduce starts when its gradients are
-   complete and the buckets before it have started; after backward, all are waited for. Large
-   buckets save calls, small ones leave less exposed in the end.
+   complete and the buckets before it have started; after backward, it waits for all. Large buckets
+   need fewer calls, small ones leave less communication exposed after backward.
 
-With an automatic bucket size, the first steps are watched; at the end of the last of them, when all
-ranks are there, they agree on a size, and the next pass begins with new buckets.
+With an automatic bucket size, the container observes the first steps. At the end of the last of
+them, where all ranks synchronise anyway, the ranks agree on a size, and the next pass begins with
+new buckets.
 """
 
 import logging
@@ -36,11 +37,11 @@ _logger = logging.getLogger(__name__)
 
 
 class NaiveDataParallel(DataParallel):
-    """Averages parameter by parameter after backward; keywords as in `DataParallel`.
+    """Averages gradients one parameter at a time after backward.
 
     Args:
         module: The model.
-        keywords: process_group, reduction_dtype, broadcast_buffers.
+        keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
     """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
@@ -48,11 +49,11 @@ class NaiveDataParallel(DataParallel):
 
 
 class FlatDataParallel(DataParallel):
-    """Averages all gradients at once after backward; keywords as in `DataParallel`.
+    """Averages all gradients in one message per dtype after backward.
 
     Args:
         module: The model.
-        keywords: process_group, reduction_dtype, broadcast_buffers.
+        keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
     """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
@@ -60,11 +61,11 @@ class FlatDataParallel(DataParallel):
 
 
 class OverlappedDataParallel(DataParallel):
-    """Averages parameter by parameter during backward; keywords as in `DataParallel`.
+    """Averages gradients one parameter at a time during backward.
 
     Args:
         module: The model.
-        keywords: process_group, reduction_dtype, broadcast_buffers.
+        keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
     """
 
     def __init__(self, module: nn.Module, **keywords: Any) -> None:
@@ -72,12 +73,12 @@ class OverlappedDataParallel(DataParallel):
 
 
 class BucketedDataParallel(DataParallel):
-    """Averages bucket by bucket during backward; further keywords as in `DataParallel`.
+    """Averages gradients one bucket at a time during backward.
 
     Args:
         module: The model.
         bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
-            per dtype; "auto" to measure the group, watch the first steps, and choose.
+            per dtype; "auto" to choose from measurements of the group and the first steps.
         keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
     """
 
@@ -90,7 +91,7 @@ class BucketedDataParallel(DataParallel):
         size_mb = DEFAULT_BUCKET_SIZE_MB if bucket_size_mb == "auto" else bucket_size_mb
         cap_bytes = bucket_cap_bytes(size_mb)
         self.bucket_size_choice: BucketSizeChoice | None = None
-        """What "auto" chose and why; None before it has, and without it."""
+        """The choice of "auto" and its reasons; None before the choice, and without "auto"."""
         self._tuner: BucketSizeTuner | None = None
         self._has_new_size = False
         super().__init__(module, cap_bytes=cap_bytes, launch=LaunchPolicy.WHEN_READY, **keywords)
@@ -108,7 +109,7 @@ class BucketedDataParallel(DataParallel):
             self._watch(self._tuner)
 
     def _watch(self, tuner: BucketSizeTuner) -> None:
-        """Lets the tuner see the steps of the present buckets, from the first one on."""
+        """Restarts the tuner's observation with the first step of the current buckets."""
         assert self._synchronizer is not None
         tuner.forget()
         self._synchronizer.records_times = True
@@ -119,7 +120,7 @@ class BucketedDataParallel(DataParallel):
             self._learn(self._tuner)
 
     def _learn(self, tuner: BucketSizeTuner) -> None:
-        """Takes in a step, and chooses when enough have been seen."""
+        """Records the last step, and chooses a size when enough steps have been observed."""
         assert self._synchronizer is not None
         arrivals_s = self._synchronizer.arrivals_s()
         if not arrivals_s:

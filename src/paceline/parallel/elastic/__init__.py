@@ -1,1 +1,1 @@
-"""Replicas of a model that come and go while the others train on, by torchft."""
+"""Elastic training with torchft: replicas join and leave while the others continue."""

@@ -1,8 +1,8 @@
-"""Gradients that are added up over replicas, bucket by bucket, while backward runs.
+"""Gradient sums over replicas, one bucket at a time, overlapped with backward.
 
 The buckets are those of `BucketedDataParallel`. A bucket is sent when the last pass of the step has
-reached all of its parameters and the buckets before it were sent; what no pass has reached is sent
-in the end, with zeros for what is missing, so that all replicas send the same messages.
+reached all of its parameters and the buckets before it were sent. Incomplete buckets are sent at
+the end, with zeros for missing gradients, so all replicas send the same messages.
 """
 
 from collections.abc import Iterable
@@ -15,18 +15,18 @@ from paceline.parallel.buckets import Bucket, plan_buckets, tensor_spec
 
 
 class Adder(Protocol):
-    """What adds tensors up over replicas."""
+    """An object that sums tensors over replicas."""
 
     def add_up(self, tensor: Tensor) -> dist.Work:
-        """Starts to add a tensor up, in place."""
+        """Starts an in-place sum of a tensor over the replicas."""
 
 
 class ReplicaGradients:
     """The gradients of one replica's parameters.
 
     Args:
-        named_parameters: Of the model; those that are trained count.
-        group: The replicas.
+        named_parameters: The model's parameters; frozen ones are ignored.
+        group: Sums tensors over the replicas.
         cap_bytes: Largest bucket; None for one per dtype.
     """
 
@@ -42,7 +42,7 @@ class ReplicaGradients:
         self._group = group
         self._buckets = [Bucket(plan, parameters, names, None) for plan in plans]
         self._passes_left: list[dict[int, int]] = []
-        """Of each bucket, how often backward has yet to reach a parameter; none of those left."""
+        """For each bucket, the remaining backward passes of each incomplete parameter."""
         self._works: list[dist.Work] = []
         self._num_passes = 0
         for number, bucket in enumerate(self._buckets):
@@ -52,7 +52,7 @@ class ReplicaGradients:
                 )
 
     def begin(self, num_passes: int) -> None:
-        """Makes ready for the backward passes of a step."""
+        """Prepares for the backward passes of a step."""
         self._num_passes = num_passes
         self._works = []
         self._passes_left = [
@@ -60,7 +60,7 @@ class ReplicaGradients:
         ]
 
     def finish(self) -> None:
-        """Waits for all sums; whether they are right, the group's `commit` says."""
+        """Sends the remaining buckets and waits for all sums; `commit` checks their validity."""
         while len(self._works) < len(self._buckets):
             self._send()
         for work in self._works:

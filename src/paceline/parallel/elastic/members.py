@@ -1,15 +1,15 @@
-"""Who takes part in a step, as every replica sees it."""
+"""The participants of a step, from the perspective of one replica."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Members:
-    """Who takes part in a step."""
+    """The participants of a step."""
 
     rank: int
-    """This replica among them."""
+    """Index of this replica among the participants."""
     live: int
-    """How many there are."""
+    """Number of participants."""
     has_healed: bool
-    """Whether this replica has just got the state of another."""
+    """Whether this replica has just received the state of another."""

@@ -1,16 +1,16 @@
-"""The replicas that train together in a step: who they are, their sums, whether the step counts.
+"""The group of replicas that train together: membership, sums and commits of steps.
 
 A step of a replica:
 
-1. `begin_step` agrees with the others, through the lighthouse, on who takes part. A replica that is
-   behind gets the state of one that is not, before it computes anything.
-2. `add_up` adds a tensor up over the replicas, by torchft's `Manager.allreduce`. When a replica is
-   lost, the sum is worthless and nothing raises.
-3. `commit` says whether all sums of the step are right. If not, nobody who knows of it updates, and
-   the step is done again by those that are left.
+1. `begin_step` agrees with the other replicas, through the lighthouse, on the participants. A
+   replica that is behind receives the state of one that is not, before it computes anything.
+2. `add_up` sums a tensor over the replicas with torchft's `Manager.allreduce`. If a replica is
+   lost, the sum is invalid, but no error is raised.
+3. `commit` returns whether all sums of the step are valid. If not, replicas that know of the
+   failure skip the update, and the remaining replicas repeat the step.
 
-Everything listens on one address, loopback unless told otherwise: whoever reaches a lighthouse or a
-manager of torchft may end the replicas.
+All servers listen on one address, by default loopback: any process that can reach a lighthouse or
+a manager of torchft can stop the replicas.
 """
 
 import datetime
@@ -34,16 +34,16 @@ LOOPBACK = "127.0.0.1"
 
 
 class ReplicaGroup:
-    """One replica among others.
+    """This replica's membership in the group of replicas.
 
     Args:
-        number: Which of the run's replicas this is.
+        number: Index of this replica in the run.
         lighthouse: Address of the lighthouse.
-        state: Returns what another replica needs to heal: tensors and plain values.
-        load: Takes the state of another replica.
-        timeout_s: After which a replica that does not answer counts as lost.
-        quorum_timeout_s: How long to wait for others to finish their step.
-        address: What this replica listens on.
+        state: Returns the state that another replica needs to heal: tensors and plain values.
+        load: Loads the state of another replica.
+        timeout_s: Time after which a replica that does not answer counts as lost.
+        quorum_timeout_s: Time to wait for others to finish their step.
+        address: The address that this replica listens on.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReplicaGroup:
         quorum_timeout_s: float,
         address: str = LOOPBACK,
     ) -> None:
-        # What it logs of a lost replica are stacks of its own.
+        # For a lost replica, torchft logs only stack traces of its internals.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         timeout = datetime.timedelta(seconds=timeout_s)
         self._store, port = _listen(address)
@@ -75,7 +75,7 @@ class ReplicaGroup:
                 load_state_dict=load_and_note,
                 state_dict=state,
                 min_replica_size=1,
-                # The quorum comes first: who takes part decides who computes which samples.
+                # The quorum comes first: the assignment of samples depends on the participants.
                 use_async_quorum=False,
                 timeout=timeout,
                 quorum_timeout=datetime.timedelta(seconds=quorum_timeout_s),
@@ -87,7 +87,7 @@ class ReplicaGroup:
                 replica_id=f"replica_{number}",
                 hostname=address,
                 checkpoint_transport=StateTransport(address, timeout),
-                # All begin with the same weights.
+                # All replicas start with the same weights.
                 init_sync=False,
             )
         finally:
@@ -95,16 +95,16 @@ class ReplicaGroup:
 
     @property
     def step(self) -> int:
-        """Steps that this replica has committed, or was healed to."""
+        """Number of committed steps, including those received by healing."""
         step: int = self._manager.current_step()
         return step
 
     def resume(self, step: int) -> None:
-        """Goes on from a state that was loaded from elsewhere."""
+        """Resumes at a step whose state was loaded from elsewhere."""
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def begin_step(self) -> Members:
-        """Waits for the others and agrees on who takes part; heals if need be."""
+        """Waits for the others, agrees on the participants, and heals this replica if needed."""
         self._has_healed = False
         self._manager.start_quorum()
         rank = self._manager.participating_rank()
@@ -115,17 +115,17 @@ class ReplicaGroup:
         )
 
     def add_up(self, tensor: Tensor) -> dist.Work:
-        """Starts to add a tensor up over the replicas, in place."""
+        """Starts an in-place sum of a tensor over the replicas."""
         work: dist.Work = self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
         return work
 
     def commit(self) -> bool:
-        """Whether the step counts: every sum since `begin_step` is that of all who take part."""
+        """Returns whether every sum since `begin_step` includes all participants."""
         return bool(self._manager.should_commit())
 
     @property
     def problem(self) -> str:
-        """What went wrong in the step; empty if nothing."""
+        """The error of the step; empty if there was none."""
         error = self._manager.errored()
         return "" if error is None else " ".join(str(error.original_exception).split())
 
@@ -141,7 +141,7 @@ def _bound_to(server: Callable[..., Any], address: str, **arguments: Any) -> Any
 
 
 def _listen(address: str) -> tuple[TCPStore, int]:
-    """Returns a store in which replicas meet, on one address only, and its port."""
+    """Returns a store for the rendezvous of replicas, on one address only, and its port."""
     descriptor, port = free_socket(address)
     store = TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor

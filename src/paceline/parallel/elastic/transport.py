@@ -1,7 +1,7 @@
-"""The state of a replica, handed to one that has to heal.
+"""Transfer of a replica's state to a replica that heals.
 
-torchft's own transport listens on every interface and unpickles whatever it is sent. This one
-listens on one address, and takes tensors and plain values only.
+torchft's own transport listens on every interface and unpickles any data that it receives. This
+transport listens on one address and accepts only tensors and plain values.
 """
 
 import datetime
@@ -19,8 +19,8 @@ class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]
     """Serves the state of this replica on one address.
 
     Args:
-        address: What to listen on.
-        timeout: After which a replica that fetches or serves is given up.
+        address: The address to listen on.
+        timeout: Timeout for fetching and serving the state.
     """
 
     def __init__(self, address: str, timeout: datetime.timedelta) -> None:
@@ -32,7 +32,7 @@ class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]
             def __init__(self, _everywhere: object, handler: Any) -> None:
                 super().__init__((address, 0), handler)
 
-        # The only place where torchft lets its address be chosen.
+        # Patches the server class: torchft has no other way to choose the address.
         torchfts = http_transport._IPv6HTTPServer
         http_transport._IPv6HTTPServer = Server
         try:
@@ -41,7 +41,7 @@ class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]
             http_transport._IPv6HTTPServer = torchfts
 
     def address(self) -> str:
-        """Returns where others fetch the state from."""
+        """Returns the URL from which other replicas fetch the state."""
         host = f"[{self._address}]" if ":" in self._address else self._address
         return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 

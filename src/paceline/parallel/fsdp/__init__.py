@@ -1,1 +1,1 @@
-"""Parameters sharded too (ZeRO-3): gathered layer by layer, just in time."""
+"""Fully sharded data parallelism (ZeRO-3): parameters are gathered layer by layer, just in time."""

@@ -1,4 +1,4 @@
-"""What a fully sharded container refuses, by name and with the remedy."""
+"""Checks of fully sharded containers, with errors that name the cause and the remedy."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,14 +17,14 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 def require_dtypes(**dtypes: torch.dtype | None) -> None:
-    """Refuses an option that is no floating-point dtype."""
+    """Raises if an option is not a floating-point dtype."""
     for name, dtype in dtypes.items():
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"{name} must be a floating-point dtype, got {dtype}")
 
 
 def require_shardable(module: nn.Module) -> None:
-    """Refuses what cannot be sharded."""
+    """Raises if a module has parameters or compiled parts that cannot be sharded."""
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             raise UsageError(
@@ -40,7 +40,7 @@ def require_shardable(module: nn.Module) -> None:
 
 
 def require_watchable(user: "LayerUser", output: Any, tensors: Sequence[Tensor]) -> None:
-    """Refuses an output that would need the layer when it is freed and nobody could tell."""
+    """Raises if an output needs the layer after it is freed: no tensor found, or a view of it."""
     if output is not None and not tensors and torch.is_grad_enabled():
         raise UsageError(
             f"layer {user.name!r} returns a {type(output).__name__}, in which no tensor was found "
@@ -57,7 +57,7 @@ def require_watchable(user: "LayerUser", output: Any, tensors: Sequence[Tensor])
 
 
 def explain_mixed(error: RuntimeError, module: nn.Module) -> UsageError | None:
-    """Names the module that has read a shard, if that is what an error is about."""
+    """Returns an error that names the module that read a shard; None for other errors."""
     if _MIXED not in str(error):
         return None
     names = {part: name for name, part in module.named_modules()}
@@ -70,7 +70,7 @@ def explain_mixed(error: RuntimeError, module: nn.Module) -> UsageError | None:
 
 
 def _innermost(traceback: TracebackType | None, names: dict[nn.Module, str]) -> str:
-    """Returns the name of the last of these modules that a traceback passes through."""
+    """Returns the name of the innermost of these modules in a traceback."""
     found = ""
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")

@@ -1,26 +1,26 @@
-"""Parameters, gradients and optimizer state sharded over ranks (ZeRO-3); one layer full at a time.
+"""Parameters, gradients and optimizer state sharded over ranks (ZeRO-3).
 
-Phases of a training step on every rank:
+Phases of a training step on every rank, with the default prefetch of two layers:
 
 1. Before a layer's forward, its parameters are all-gathered, and those of the next two layers are
-   prefetched. After it, they are freed; the last layer's stay, as backward needs them first. Which
-   layers come next is known from the forward pass before.
+   prefetched. After its forward, they are freed, except the last layer's, which backward needs
+   first. The order of layers is known from the previous forward pass.
 2. The gradient of a layer's output arrives: its parameters are all-gathered again, and those of the
    two layers before it are prefetched.
 3. Backward has passed a layer: its parameters are freed, its gradients are reduce-scattered, and
-   those of the layer that was sent before it are waited for and taken in.
+   the reduce-scatter of the layer that was sent before it is waited for.
 4. Backward is over: the last gradients are waited for, and the means are added to the shards'
    gradients.
 
-All ranks must run the same layers in the same order, and backward equally often. What is sent in
-backward follows the order of the forward pass, whether the loss depends on a layer or not, so that
-ranks whose losses depend on different parameters still meet in the same messages. Layers that a
-reentrant checkpoint runs again are sent in phase 4.
+All ranks must run the same layers in the same order, and the same number of backward passes. Sends
+in backward follow the order of the forward pass, even for layers that the loss does not depend on,
+so ranks whose losses depend on different parameters still send the same messages. Layers that a
+reentrant checkpoint recomputes are sent in phase 4.
 
-What a layer is, `WrapPolicy` says. Its parameters are there in full only while its own forward
-runs: other modules must call it instead of reading them, and what enters the loss must come from
-what it returns. A reentrant checkpoint frees its layers only when backward is over. A pass with
-``create_graph=True`` frees none until the backward pass that follows it.
+`WrapPolicy` defines the layers. A layer's full parameters exist only while its own forward runs:
+other modules must call it instead of reading its parameters, and the loss may depend on it only
+through its outputs. A reentrant checkpoint frees its layers only after backward. A pass with
+``create_graph=True`` frees no layers until the backward pass that follows it.
 """
 
 import functools
@@ -68,33 +68,31 @@ from paceline.parallel.reducer.same_model import (
 class FullyShardedDataParallel(DataParallelContainer):
     """A module whose parameters, gradients and optimizer state are sharded over ranks (ZeRO-3).
 
-    Its parameters are DTensors, which have their full shapes and this rank's rows, for any
-    optimizer that treats each element by itself; those of no dimension are whole on every rank.
-    Make the optimizer after the container.
+    Its parameters are DTensors with their full shapes, of which this rank holds some rows. They
+    work with any elementwise optimizer. Zero-dimensional parameters are replicated. Create the
+    optimizer after the container.
 
     Args:
-        module: The model, on its final device and in its final dtype. All ranks get the values
-            that the group's first rank has, frozen parameters and buffers included. On the meta
-            device no rank ever holds more than its shards and one layer; values come from
+        module: The model, on its final device and in its final dtype. All ranks receive the values
+            of the group's first rank, including frozen parameters and buffers. For a model on the
+            meta device no rank ever holds more than its shards and one layer; values come from
             `initialize` or from `load_state_dict`.
-        compute_dtype: What full parameters, their gradients and floating-point inputs are in;
-            by default parameters and inputs as they are. Shards and their gradients stay in the
+        compute_dtype: The dtype of full parameters, their gradients and floating-point inputs; by
+            default parameters and inputs keep their own. Shards and their gradients stay in the
             parameters' own dtype.
-        reduce_dtype: What gradients are sent in; by default what they are computed in. Between
-            CPUs they are added up in the parameters' own dtype, by NCCL in this one.
-        output_dtype: What floating-point outputs are cast to; by default none are.
-        process_group: The ranks to shard over, as a group or a mesh of one dimension; all by
-            default. Over a mesh of two, replicate x shard, gradients are averaged over all
-            ranks, and parameters sharded along the second dimension alone.
-        wrap: Which modules are layers; elements of `nn.ModuleList` by default.
+        reduce_dtype: The dtype in which gradients are sent; by default that in which they are
+            computed. CPU ranks sum them in the parameters' own dtype, NCCL in `reduce_dtype`.
+        output_dtype: The dtype to which floating-point outputs are cast; no cast by default.
+        process_group: The ranks to shard over, as a group or a one-dimensional mesh; by default all
+            ranks. On a two-dimensional mesh, replicate x shard, gradients are averaged over all
+            ranks, and parameters are sharded only along the second dimension.
+        wrap: Selects the layers; elements of `nn.ModuleList` by default.
         reshard_after_forward: Whether full parameters are freed between forward and backward.
-            Otherwise they are gathered once per step, and all of them are there when forward
-            ends.
-        prefetch: How many layers ahead are gathered.
-        initialize: Gives values to a module's own parameters and buffers, for a model on the meta
-            device. It is called with each module that has any, which are full while it runs.
-        device: Where the parameters of a model on the meta device will be; by default the group's
-            device.
+            Otherwise they are gathered once per step, and all are in memory when forward ends.
+        prefetch: Number of layers that are gathered ahead.
+        initialize: Initialises a module's own parameters and buffers, for a model on the meta
+            device. It is called with each module that has any, with full parameters.
+        device: The final device for a model on the meta device; by default the group's device.
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class FullyShardedDataParallel(DataParallelContainer):
             ),
         )
         self._agreed = self._trained_now()
-        """Which parameters all ranks were last seen to train."""
+        """Whether each parameter is trained, as all ranks last agreed."""
         self._loads = LoadsFullTensors(module, self._layers)
         if on_meta:
             self._loads.are_values_missing = initialize is None
@@ -177,8 +175,8 @@ class FullyShardedDataParallel(DataParallelContainer):
         """Runs the module.
 
         Args:
-            arguments: As the module takes them.
-            keywords: As the module takes them.
+            arguments: Positional arguments of the module.
+            keywords: Keyword arguments of the module.
         """
         if self._compute_dtype is not None:
             arguments, keywords = _cast((arguments, keywords), self._compute_dtype)
@@ -202,9 +200,9 @@ class FullyShardedDataParallel(DataParallelContainer):
         return [p.shard.requires_grad for layer in self._layers for p in layer.parameters]
 
     def _follow_changes(self) -> None:
-        """Makes sure that all ranks have frozen and unfrozen the same parameters.
+        """Ensures that all ranks have frozen and unfrozen the same parameters.
 
-        A rank that trains nothing of a layer sends no message of it, which others would wait for.
+        A rank that has frozen a whole layer does not send its message, so others would hang.
         """
         current = self._trained_now()
         if current == self._agreed:
@@ -224,23 +222,23 @@ class FullyShardedDataParallel(DataParallelContainer):
         """Does nothing: gradients are averaged when backward returns."""
 
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank.
+        """Returns message sizes and times of the last synchronisation on this rank.
 
-        None before it, and where nobody has asked to `record_statistics` before. A bucket is a
-        layer's message of gradients, in the order in which they were sent. What was exposed are all
-        waits of the step, for parameters in forward too.
+        Returns None before the first synchronisation, and if `record_statistics` was not on for it.
+        A bucket is a layer's gradient message, in sending order. Exposed communication includes all
+        waits of the step, also those for parameters in forward.
         """
         return self._traffic.stats()
 
     def message_bytes(self) -> list[int]:
-        """Returns the size of each layer's message of gradients in the last synchronisation."""
+        """Returns the size of each layer's gradient message in the last synchronisation."""
         return self._traffic.message_bytes()
 
     def _arrived(self) -> dict[str, bool]:
         return self._schedule.arrived
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the module's state as plain full tensors, by its names; all ranks call it."""
+        """Returns the module's state as full plain tensors, by name; all ranks must call it."""
         gathered: dict[nn.Parameter, Tensor] = {}
         for layer in self._layers:
             gathered |= layer.gather_full()

@@ -1,11 +1,12 @@
-"""A layer's gradients on their way: collected in a message, reduce-scattered, added to the shards'.
+"""A layer's gradient message: collected, reduce-scattered, and added to the shards' gradients.
 
-A message has a row for each rank: that rank's rows of every gradient, and behind them one number
-per parameter, which is 1 where the sender has a gradient for it. Added up with everything else they
-tell each rank, without a further call, which parameters some rank had a gradient for.
+A message has one row per rank: that rank's rows of every gradient, followed by one flag per
+parameter, which is 1 if the sender has a gradient for it. The flags are summed together with the
+gradients, which shows each rank without another collective which parameters had a gradient on any
+rank.
 
-Without synchronisation, gradients stay on this rank in full, in the parameters' own dtype, and go
-with the next message.
+Without synchronisation, full gradients stay on this rank, in the parameters' own dtype, and are
+sent with the next message.
 """
 
 from collections.abc import Sequence
@@ -28,12 +29,12 @@ class GradientMessage:
     """The gradients of one layer.
 
     Args:
-        layout: Where they lie.
-        parameters: What they are gradients of.
-        sharding: The ranks that get shards of them.
-        dtype: What they are computed in.
-        reduce_dtype: What they are sent in; None for what they are computed in.
-        traffic: Keeps count of messages and waits.
+        layout: Positions of the gradients.
+        parameters: The parameters of the gradients.
+        sharding: The distribution of the gradients over ranks.
+        dtype: The dtype in which they are computed.
+        reduce_dtype: The dtype in which they are sent; None for `dtype`.
+        traffic: Records messages and waits.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class GradientMessage:
 
     @property
     def unsent(self) -> list[str]:
-        """Names of parameters whose gradients wait for being sent in this pass."""
+        """Names of parameters whose gradients have not yet been sent in this pass."""
         return [self._parameters[position].name for position in sorted(self._in_open)]
 
     @torch.no_grad()
@@ -71,8 +72,8 @@ class GradientMessage:
         """Moves a complete gradient of one of the parameters into the message.
 
         Args:
-            position: Which.
-            keep: Whether it stays on this rank until a later pass is averaged.
+            position: Index of the parameter.
+            keep: Whether the gradient stays local until a later pass is averaged.
         """
         parameter = self._parameters[position]
         gradient = reducible_gradient(
@@ -86,16 +87,16 @@ class GradientMessage:
             self._open = self._new(self._reduce_dtype) if self._open is None else self._open
             target, present = self._open, self._in_open
         for rows, own in parameter.piece.blocks(target, gradient):
-            # A second gradient in one pass comes from a checkpoint that runs a pass of its own.
+            # A second gradient in one pass comes from a reentrant checkpoint's nested backward.
             rows.add_(own) if position in present else rows.copy_(own)
         present.add(position)
 
     @torch.no_grad()
     def send(self, weight: RankWeight | None) -> None:
-        """Sends each rank its rows of the gradients, with zeros for what is missing.
+        """Starts the reduce-scatter of the gradients, with zeros for missing ones.
 
         Args:
-            weight: What this rank's gradients count for in the average; None if all count alike.
+            weight: Weight of this rank's gradients in the average; None if all have equal weight.
         """
         message = self._open
         if message is None:
@@ -120,7 +121,7 @@ class GradientMessage:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Waits for what is in flight, lets go of the messages, and starts to add up replicas."""
+        """Waits for messages in flight, frees them, and starts the all-reduce over replicas."""
         in_flight, self._in_flight = self._in_flight, []
         for reduce_scatter, number in in_flight:
             self._traffic.wait(reduce_scatter, number)
@@ -136,7 +137,7 @@ class GradientMessage:
 
     @torch.no_grad()
     def total(self) -> Tensor | None:
-        """Returns the sum over all ranks of what they have sent in this pass; None if nothing."""
+        """Returns the sum of all ranks' messages of this pass; None if there were none."""
         sums, self._sums = self._sums, []
         result: Tensor | None = None
         for total, pending in sums:
@@ -153,9 +154,9 @@ class GradientMessage:
 
         Args:
             total: The sum over all ranks.
-            divide: Whether it is to be divided by their number.
+            divide: Whether to divide it by the number of ranks.
             some_rank_had: For each parameter, whether any rank had a gradient for it; None if this
-                rank had one for all that are trained.
+                rank had a gradient for all trained parameters.
         """
         if divide:
             total[: self._layout.length].div_(self._sharding.num_ranks)
@@ -166,18 +167,18 @@ class GradientMessage:
 
     @property
     def is_missing(self) -> bool:
-        """Whether this rank had no gradient for a parameter that is trained."""
+        """Whether this rank had no gradient for some trained parameter."""
         return any(
             parameter.shard.requires_grad and position not in self.arrived
             for position, parameter in enumerate(self._parameters)
         )
 
     def flags(self, total: Tensor) -> Tensor:
-        """Returns the numbers behind the gradients."""
+        """Returns the flags that follow the gradients."""
         return total[self._layout.length : self._layout.length + len(self._parameters)]
 
     def drop(self) -> None:
-        """Forgets a pass; what was kept for a later one stays."""
+        """Discards the gradients of a pass, except those kept for a later pass."""
         self._open, self._in_open = None, set()
         self._in_flight, self._sums, self.arrived = [], [], set()
         for parameter in self._parameters:
@@ -190,7 +191,7 @@ class GradientMessage:
         return start_reduce_scatter(message.view(-1), group.get())
 
     def _add_kept(self, message: Tensor) -> Tensor:
-        """Returns a message with what earlier passes have left here, added up wide."""
+        """Returns a message that includes kept gradients, summed in the parameters' dtype."""
         assert self._kept is not None
         for position in self._in_open:
             piece = self._parameters[position].piece
@@ -202,7 +203,7 @@ class GradientMessage:
         return self._kept.to(self._reduce_dtype)
 
     def _new(self, dtype: torch.dtype) -> Tensor:
-        # Filling between the pieces is sent, but never read.
+        # Padding between the pieces is sent, but never read.
         layout = self._layout
         shape = (layout.num_shards, layout.row_length)
         return torch.empty(shape, dtype=dtype, device=layout.device)

@@ -1,13 +1,12 @@
-"""One layer of a fully sharded model: shards at rest, full parameters while it is used.
+"""One layer of a fully sharded model: shards at rest, full parameters while in use.
 
-A layer whose parameters have several dtypes is one `ShardedLayer` per dtype. Parameters that are
-not sharded at all are a layer of one shard, whose gradients are all-reduced.
+A layer whose parameters have several dtypes has one `ShardedLayer` per dtype. Parameters that are
+not sharded form a layer with one shard, whose gradients are all-reduced.
 
-At rest a rank holds its flat shard alone, of which the shards of the parameters are views, so that
-an all-gather starts from it and an optimizer's step needs nothing afterwards. The full parameters
-have memory only while the layer is gathered. Their storages stay the same objects, so that what
-autograd has saved for backward finds its values again when the layer is gathered for the second
-time.
+At rest a rank holds only its flat shard. The shards of the parameters are views of it, so an
+all-gather can send it directly after an optimizer's step, without a copy. The full parameters have
+memory only while the layer is gathered. Their storages remain the same objects, so tensors that
+autograd has saved for backward are valid again when the layer is gathered for the second time.
 """
 
 from collections.abc import Sequence
@@ -33,13 +32,13 @@ class ShardedLayer:
     """Parameters of one dtype that are gathered and freed together.
 
     Args:
-        layout: Where they lie.
-        named: The names and parameters that were laid out.
-        sharding: The ranks that hold the shards.
-        compute_dtype: What full parameters and their gradients are in; None for their own.
-        reduce_dtype: What gradients are sent in; None for what they are computed in.
-        is_plain: Whether the shards are no DTensors, for parameters that are not sharded.
-        traffic: Keeps count of messages and waits.
+        layout: Positions of the parameters.
+        named: Names and parameters, in the order of the layout.
+        sharding: The distribution of the parameters over ranks.
+        compute_dtype: The dtype of full parameters and their gradients; None for their own.
+        reduce_dtype: The dtype in which gradients are sent; None for that of the computation.
+        is_plain: Whether the shards are plain tensors, for parameters that are not sharded.
+        traffic: Records messages and waits.
     """
 
     @torch.no_grad()
@@ -66,14 +65,14 @@ class ShardedLayer:
             and all(parameter.is_contiguous() for _, parameter in named)
         )
         self._alone = self.flat
-        """Where large parameters arrive, which are used as views of it."""
+        """Receive buffer of large parameters, which are views of it."""
         if not self._is_in_place:
             self._alone = self._empty(layout.place_alone(layout.length))
         self._packed: Tensor | None = None
-        """Where small parameters arrive, until they are copied out."""
+        """Receive buffer of small parameters, until they are copied out."""
         together = [piece for piece in layout.pieces if not layout.travels_alone(piece)]
         self._copies = self._empty(sum(piece.shape.numel() for piece in together))
-        """The small full parameters, copied out of what arrives."""
+        """The small full parameters, copied out of the receive buffer."""
         self._storages = [
             tensor.untyped_storage()
             for tensor in (self._alone, self._copies)
@@ -111,7 +110,7 @@ class ShardedLayer:
             traffic=traffic,
         )
         self.num_users = 0
-        """How many forward passes that need the full parameters are going on."""
+        """Number of running forward calls that need the full parameters."""
         self._arriving: list[Pending] = []
         self._ready: torch.cuda.Event | None = None
         self._is_filled = False
@@ -121,27 +120,27 @@ class ShardedLayer:
 
     @property
     def is_trained(self) -> bool:
-        """Whether any parameter is."""
+        """Whether any parameter is trained."""
         return any(parameter.shard.requires_grad for parameter in self.parameters)
 
     @property
     def num_present_bytes(self) -> int:
-        """Memory of the full parameters, beside the shard."""
+        """Memory of the full parameters, excluding the shard."""
         arriving = 0 if self._packed is None else self._packed.nbytes
         return arriving + sum(storage.nbytes() for storage in self._storages)
 
     def addresses(self) -> list[int]:
-        """Returns where the full parameters are; zero where they have no memory."""
+        """Returns the addresses of the full parameters' storages; zero without memory."""
         return [storage.data_ptr() for storage in self._storages]
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shards have changed since they were gathered."""
+        """Whether the shards have changed since the layer was gathered."""
         return self._is_gathered and self._version != self.flat._version
 
     @torch.no_grad()
     def take_values(self, position: int, full: Tensor) -> None:
-        """Keeps this rank's rows of a full parameter's values."""
+        """Copies this rank's rows of a full parameter's values into its shard."""
         parameter = self.parameters[position]
         rows = full if full.dim() else full.unsqueeze(0)
         own = parameter.piece.own_rows(rows, self.sharding.shard)
@@ -149,7 +148,7 @@ class ShardedLayer:
 
     @torch.no_grad()
     def start_all_gather(self) -> None:
-        """Starts to get the full parameters from all ranks, unless they are there."""
+        """Starts the all-gather of the full parameters, unless the layer is gathered."""
         if self._is_gathered:
             return
         self._is_gathered = True
@@ -161,7 +160,7 @@ class ShardedLayer:
             return
         _allocate(self._alone)
         self._packed = self._empty(self.layout.packed_length * self.layout.num_shards)
-        # What autograd has saved is to be taken for unchanged: it gets the same values again.
+        # Tensors saved by autograd must count as unchanged: they get the same values again.
         with _unsafe_preserve_version_counter(self._alone):
             self._arriving = _gather(
                 self.flat, self._alone, self._packed, self.layout, self.sharding
@@ -169,7 +168,7 @@ class ShardedLayer:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Makes the current stream wait until the full parameters are there."""
+        """Makes the current stream wait until the full parameters have arrived."""
         if self._ready is not None:
             self._ready.wait(torch.cuda.current_stream(self.layout.device))
         if self._is_filled or self._is_in_place:
@@ -185,12 +184,12 @@ class ShardedLayer:
                     _copy_out(rows, run, self.layout, [p.full for p in self.parameters])
         self._packed = None
         if self.layout.device.type == "cuda":
-            # Who waits later, in another stream, waits for the copies too.
+            # Later waits in other streams must wait for the copies too.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(self.layout.device))
 
     def free(self) -> None:
-        """Gives back the memory of the full parameters, unless a forward pass uses them."""
+        """Frees the memory of the full parameters, unless a forward pass uses them."""
         if self._is_gathered and self.num_users == 0:
             self._is_gathered = self._is_filled = False
             self._receive()
@@ -204,14 +203,14 @@ class ShardedLayer:
             self._traffic.wait(one)
 
     def reset(self) -> None:
-        """Goes back to shards alone, when nothing is in flight that others wait for."""
+        """Frees full parameters and drops gradients; call only if no peer waits for a message."""
         self.num_users = 0
         self.free()
         self.gradients.drop()
 
     @torch.no_grad()
     def gather_full(self) -> dict[nn.Parameter, Tensor]:
-        """Returns full parameters in their own dtype, by their shards; all ranks must call it."""
+        """Returns full parameters in their own dtype, by shard; all ranks must call it."""
         layout = self.layout
         alone = self._empty(layout.place_alone(layout.length), layout.dtype)
         packed = self._empty(layout.packed_length * layout.num_shards, layout.dtype)
@@ -229,14 +228,14 @@ class ShardedLayer:
 
 
 def _allocate(tensor: Tensor) -> None:
-    """Gives memory to a tensor whose storage was freed."""
+    """Allocates memory for a tensor whose storage was freed."""
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def _gather(
     flat: Tensor, alone: Tensor, packed: Tensor, layout: LayerLayout, sharding: Sharding
 ) -> list[Pending]:
-    """Starts to gather every run of all ranks' flat shards."""
+    """Starts the all-gather of every run of the flat shards."""
     arriving = []
     for run in layout.runs:
         rows = layout.rows(run, alone, packed)
@@ -249,7 +248,7 @@ def _gather(
 
 
 def _copy_out(rows: Tensor, run: Run, layout: LayerLayout, full: Sequence[Tensor]) -> None:
-    """Copies the full parameters of a run from where they have arrived."""
+    """Copies the full parameters of a run out of their receive buffer."""
     for piece, tensor in zip(layout.pieces, full, strict=True):
         if piece in run:
             for source, target in piece.blocks(rows, tensor, begin=run.begin):

@@ -1,4 +1,4 @@
-"""Dividing a module into layers, and telling who uses which of them."""
+"""Division of a module into layers, and the modules that use them."""
 
 import dataclasses
 from collections import defaultdict
@@ -27,22 +27,22 @@ class LayerUser:
     scope: list[nn.Module]
     """The modules whose own parameters it needs."""
     layers: list[ShardedLayer]
-    """Its own, and those of parameters that it shares with modules before it."""
+    """Its own layers, and those of parameters that it shares with earlier modules."""
     places: list[tuple[nn.Module, str, LayerParameter]]
-    """Where its parameters are attributes."""
+    """The module and attribute name of each of its parameters."""
 
     def show_full(self) -> None:
-        """Makes the full parameters the modules' own."""
+        """Sets the modules' attributes to the full parameters."""
         for module, name, parameter in self.places:
             setattr(module, name, parameter.full)
 
     def show_shards(self) -> None:
-        """Makes the shards the modules' own."""
+        """Sets the modules' attributes to the shards."""
         for module, name, parameter in self.places:
             setattr(module, name, parameter.shard)
 
     def require_shards(self) -> None:
-        """Refuses parameters that took the place of the shards, or whose memory others took."""
+        """Raises if a shard, or the memory of a shard, was replaced."""
         for module, name, parameter in self.places:
             if module._parameters.get(name) is not parameter.shard:
                 raise UsageError(
@@ -54,7 +54,7 @@ class LayerUser:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """How all layers of a container are made."""
+    """Settings for the creation of a container's layers."""
 
     shared_out: Sharding
     replicated: Sharding
@@ -67,10 +67,10 @@ class LayerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What parameters of one layer have in common."""
+    """The common properties of the parameters of one layer."""
 
     user: int | None
-    """Whose they are; None for those that are not sharded, which are one layer."""
+    """Index of the user; None for parameters that are not sharded, which share a layer."""
     dtype: torch.dtype
     is_plain: bool
 
@@ -78,10 +78,9 @@ class _Kind:
 def shard_module(
     module: nn.Module, settings: LayerSettings
 ) -> tuple[list[ShardedLayer], list[LayerUser]]:
-    """Divides a module into layers, and makes the shards its parameters.
+    """Divides a module into layers, and replaces its parameters with shards.
 
-    Values are those that the parameters have; on the meta device they have none, and the shards
-    are zeros.
+    Shards get the values of the parameters, or zeros for parameters on the meta device.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     found = list(find_users(module, settings.policy))
@@ -130,7 +129,7 @@ def _kind(
     number: int, user: FoundUser, parameter: nn.Parameter, policy: WrapPolicy | None
 ) -> _Kind:
     is_rest = policy is not None and policy.rest == "replicated" and not user.is_layer
-    # A number has no rows to share out.
+    # A zero-dimensional parameter has no rows to shard.
     if is_rest or parameter.dim() == 0:
         return _Kind(user=None, dtype=parameter.dtype, is_plain=is_rest)
     return _Kind(user=number, dtype=parameter.dtype, is_plain=False)
@@ -153,7 +152,7 @@ def _make_layer(kind: _Kind, named: list[Named], settings: LayerSettings) -> Sha
 
 
 def _require_no_other_references(module: nn.Module, names: dict[nn.Parameter, str]) -> None:
-    """Refuses a parameter that a module keeps somewhere else too: it would stay as it was."""
+    """Raises if a module has another reference to a parameter, which would keep old values."""
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
             if attribute in ("_parameters", "_modules", "_buffers"):

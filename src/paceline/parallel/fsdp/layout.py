@@ -1,14 +1,14 @@
-"""Where a layer's parameters lie: in each rank's flat shard, in what is gathered, in a message.
+"""The layout of a layer's parameters in flat shards, gathered buffers and gradient messages.
 
-A parameter's rows (its first dimension) are cut into one piece per rank, all equally many but for
-the last ones, which may have fewer or none: torch's `Shard(0)`. A rank's pieces of all parameters
-of a layer lie one behind another in its flat shard, each filled up to the same length on every rank
-and to 16 bytes.
+A parameter's rows (its first dimension) are divided into one piece per rank. All pieces have
+equally many rows, except the last ones, which may have fewer or none: torch's `Shard(0)`. A rank's
+pieces of all parameters of a layer are concatenated in its flat shard, each padded to the same
+length on every rank and to 16 bytes.
 
-What is gathered is a *run* of the flat shard: ``[rank][run]``. Where a run is one parameter, that
-is the full parameter as it stands, so large ones travel by themselves and are used where they
-arrive. Small ones travel together, as each message has a price, and are copied out. A message of
-gradients is ``[rank][flat shard, one number per parameter]``.
+An all-gather collects a *run* of the flat shards: ``[rank][run]``. If a run is one parameter, the
+result is the full parameter, without a copy. Large parameters are therefore separate runs, and are
+used in the receive buffer. Small parameters share a run, because each message has a cost, and are
+copied out. A gradient message is ``[rank][flat shard, one flag per parameter]``.
 """
 
 import dataclasses
@@ -22,27 +22,27 @@ from paceline.accounting.communication.buckets import aligned
 from paceline.core.units import MIB
 
 _ALONE_BYTES = MIB
-"""A full parameter of so many bytes travels by itself: copying it out costs more than a message."""
+"""Full parameters from this size on are separate runs: a copy would cost more than a message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A parameter's place in every rank's flat shard."""
+    """A parameter's position in every rank's flat shard."""
 
     shape: torch.Size
     rows: int
-    """Of its first dimension, on a rank that has as many as any."""
+    """Maximum number of rows of a rank."""
     offset: int
     num_elements: int
-    """Of a rank that has as many as any."""
+    """Maximum number of elements of a rank."""
 
     def num_rows(self, shard: int) -> int:
-        """Returns how many rows a rank has."""
+        """Returns the number of rows of a rank."""
         length = self.shape[0] if self.shape else 1
         return max(0, min(self.rows, length - shard * self.rows))
 
     def local(self, flat: Tensor, shard: int) -> Tensor:
-        """Returns a rank's rows in its flat shard, shaped."""
+        """Returns a rank's rows as a shaped view of its flat shard."""
         num_rows = self.num_rows(shard)
         width = self.num_elements // self.rows if self.rows else 0
         shape = (num_rows, *self.shape[1:]) if self.shape else ()
@@ -57,12 +57,12 @@ class Piece:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields views of all ranks' pieces, and the same elements of the full parameter.
 
-        Two pairs at most, however many ranks there are.
+        There are at most two pairs, regardless of the number of ranks.
 
         Args:
-            rows: One row per rank, of its flat shard.
-            full: The parameter, or its gradient.
-            begin: Where in the flat shard the rows begin.
+            rows: One row per rank, a slice of its flat shard.
+            full: The parameter or its gradient.
+            begin: Start of the slice in the flat shard.
         """
         if not self.num_elements:
             return
@@ -84,12 +84,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Elements of the flat shard that are gathered in one message."""
+    """A range of the flat shard that is gathered in one message."""
 
     begin: int
     end: int
     is_one: bool
-    """Whether what arrives is a full parameter as it stands."""
+    """Whether the run is one parameter, so that the gathered buffer is the full parameter."""
 
     def __contains__(self, piece: Piece) -> bool:
         return piece.num_elements > 0 and self.begin <= piece.offset < self.end
@@ -97,7 +97,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerLayout:
-    """The places of a layer's parameters, in their order."""
+    """The positions of a layer's parameters."""
 
     dtype: torch.dtype
     device: torch.device
@@ -107,20 +107,20 @@ class LayerLayout:
     length: int
     """Elements of a flat shard."""
     packed_length: int
-    """Elements at its beginning that travel together."""
+    """Elements at its beginning that are gathered together."""
 
     @property
     def row_length(self) -> int:
-        """Elements of a message for one rank."""
+        """Elements of a gradient message for one rank."""
         return self.length + aligned(len(self.pieces), self.dtype.itemsize)
 
     def rows(self, run: Run, alone: Tensor, packed: Tensor) -> Tensor:
-        """Returns where a run arrives, one row per rank.
+        """Returns the receive buffer of a run, one row per rank.
 
         Args:
             run: The run.
-            alone: What parameters that travel by themselves arrive in.
-            packed: What those that travel together arrive in.
+            alone: Receive buffer of parameters that are separate runs.
+            packed: Receive buffer of parameters that are gathered together.
         """
         if not run.is_one:
             return packed.view(self.num_shards, self.packed_length)
@@ -129,11 +129,11 @@ class LayerLayout:
         return alone[begin : begin + length * self.num_shards].view(self.num_shards, length)
 
     def place_alone(self, offset: int) -> int:
-        """Returns where a parameter that travels by itself arrives, by its place in the shard."""
+        """Returns the position in `alone` of a separate parameter, by its offset in the shard."""
         return (offset - self.packed_length) * self.num_shards
 
     def travels_alone(self, piece: Piece) -> bool:
-        """Whether a full parameter is used where it arrives."""
+        """Returns whether a parameter is a separate run, used in the receive buffer."""
         return any(run.is_one and piece in run for run in self.runs)
 
 
@@ -143,10 +143,10 @@ def lay_out(
     """Places parameters in a flat shard.
 
     Args:
-        parameters: Only their shapes and strides count.
-        dtype: Theirs.
-        device: Where they will be.
-        num_shards: Over how many ranks.
+        parameters: The parameters; only shapes and strides matter.
+        dtype: Their dtype.
+        device: Their final device.
+        num_shards: Number of ranks to shard over.
     """
     travels_alone = [
         parameter.is_contiguous()

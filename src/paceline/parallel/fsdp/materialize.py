@@ -1,7 +1,7 @@
-"""Giving values to a module that was made on the meta device, one layer at a time.
+"""Initialisation of a module that was created on the meta device, one layer at a time.
 
-No rank ever holds more than its shards and the layer that is being initialised: values are computed
-for one layer, taken over from the first rank, and cut.
+No rank ever holds more than its shards and the layer being initialised: values are computed for one
+layer, broadcast from the first rank, and sharded.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from paceline.parallel.reducer.same_model import broadcast_tensors
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether a module's parameters have no memory yet; some alone is an error."""
+    """Returns whether a module's parameters are on the meta device; raises if only some are."""
     states = {parameter.is_meta: name for name, parameter in module.named_parameters()}
     if len(states) == 2:
         raise UsageError(
@@ -29,14 +29,14 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Returns where a group's ranks compute."""
+    """Returns the device that a group's ranks compute on."""
     if torch.device("cuda") in group._device_types and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def allocate_buffers(module: nn.Module, device: torch.device) -> list[str]:
-    """Gives memory to buffers on the meta device; returns their names."""
+    """Allocates memory for buffers on the meta device; returns their names."""
     allocated = []
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
@@ -54,10 +54,10 @@ def initialize_layers(
     initialize: Callable[[nn.Module], None],
     group: dist.ProcessGroup,
 ) -> None:
-    """Calls a function with every module that has parameters or buffers of its own.
+    """Calls a function with every module that has its own parameters or buffers.
 
-    While it runs, the module's parameters are full. A parameter that several modules share keeps
-    the value that the first one gives it.
+    The module's parameters are full during the call. A parameter that several modules share keeps
+    the value from the first call.
     """
     homes = {p: (layer, index) for layer in layers for index, p in enumerate(layer.parameters)}
     called: set[nn.Module] = set()

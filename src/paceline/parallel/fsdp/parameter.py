@@ -1,4 +1,4 @@
-"""One parameter of a fully sharded model: this rank's rows of it, and all of them for a while."""
+"""One parameter of a fully sharded model: this rank's rows, and temporarily all rows."""
 
 import dataclasses
 
@@ -13,22 +13,22 @@ from paceline.parallel.fsdp.sharding import as_dtensor
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LayerParameter:
-    """One parameter in its two forms."""
+    """One parameter in its sharded and full form."""
 
     name: str
-    """In the inner module."""
+    """Name in the inner module."""
     piece: Piece
     shard: nn.Parameter
-    """What optimizers see: a DTensor with this rank's rows, or a plain one with all."""
+    """The parameter of optimizers: a DTensor with this rank's rows, or a full plain tensor."""
     local: Tensor
     """This rank's rows, in the flat shard."""
     full: nn.Parameter
     """All rows, while the layer is gathered."""
     spec: DTensorSpec | None
-    """What makes a DTensor of this rank's rows; None for a plain parameter."""
+    """Spec of the DTensor; None for a plain parameter."""
 
     def require_in_place(self) -> None:
-        """Refuses a shard that no longer lies in the flat shard, which is what is gathered."""
+        """Raises if the shard is no longer a view of the flat shard, which is gathered."""
         own = local_tensor(self.shard)
         if own.dtype != self.local.dtype or own.device != self.local.device:
             raise UsageError(
@@ -43,7 +43,7 @@ class LayerParameter:
             )
 
     def add_gradient(self, mean: Tensor) -> None:
-        """Adds a mean to the shard's gradient, or makes it that."""
+        """Adds a mean to the shard's gradient, or sets it if there is none."""
         if self.shard.grad is not None:
             local_tensor(self.shard.grad).add_(mean)
         else:

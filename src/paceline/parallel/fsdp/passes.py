@@ -1,4 +1,4 @@
-"""What a fully sharded container knows of a forward and a backward pass, and how that ends."""
+"""State of a fully sharded container's forward and backward passes, and their completion."""
 
 import collections
 import dataclasses
@@ -15,20 +15,20 @@ from paceline.parallel.reducer.ownership import SynchronizationError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
-    """One forward of a user, in the order of their ends, which backward runs through in reverse."""
+    """One forward call of a user; uses are ordered by their ends, and backward reverses them."""
 
     user: LayerUser
     first: int
-    """The first use that ended inside of it; its own place if none did."""
+    """Index of the first use that ended inside it; its own index if there is none."""
     is_watched: bool
     """Whether a gradient of its output can arrive."""
 
 
 class ForwardPass:
-    """What ran in a forward pass of the whole model.
+    """The modules that ran in a forward pass of the whole model.
 
     Args:
-        synchronizes: Whether its gradients are to be averaged.
+        synchronizes: Whether its gradients are averaged.
     """
 
     def __init__(self, *, synchronizes: bool = True) -> None:
@@ -37,7 +37,7 @@ class ForwardPass:
         self.uses: list[Use] = []
 
     def last_needed(self) -> dict[int, list[ShardedLayer]]:
-        """Returns, for each place, the layers that backward does not need once it has left it."""
+        """Returns, for each use, the layers that backward no longer needs after it."""
         lowest: dict[ShardedLayer, int] = {}
         for use in self.uses:
             for layer in use.user.layers if use.is_watched else ():
@@ -48,38 +48,38 @@ class ForwardPass:
         return by_place
 
     def unwatched(self) -> set[ShardedLayer]:
-        """Returns the layers that ran without a gradient being recorded, as in a checkpoint."""
+        """Returns the layers that ran without recording gradients, as in a checkpoint."""
         return {layer for use in self.uses if not use.is_watched for layer in use.user.layers}
 
 
 @dataclasses.dataclass(kw_only=True)
 class BackwardPass:
-    """How far a backward pass has come."""
+    """The progress of a backward pass."""
 
     completes: bool
     """Whether it completes gradients of parameters at all."""
     averages: bool
-    """Whether these are averaged when it ends, and do not stay on this rank."""
+    """Whether its gradients are averaged when it ends, instead of staying local."""
     keeps_graph: bool
-    """Whether a later pass goes through its own operations, which need the full parameters too."""
+    """Whether a later pass differentiates its operations, which need the full parameters too."""
     weight: RankWeight | None = None
-    """What this rank's gradients count for; None if all ranks count alike."""
+    """Weight of this rank's gradients; None if all ranks have equal weight."""
     forward: ForwardPass = dataclasses.field(default_factory=ForwardPass)
     follows: bool = False
-    """Whether it has met a forward pass."""
+    """Whether it has reached a use of a forward pass."""
     place: int = 0
     last_needed: dict[int, list[ShardedLayer]] = dataclasses.field(default_factory=dict)
     in_flight: collections.deque[ShardedLayer] = dataclasses.field(
         default_factory=collections.deque
     )
-    """Layers whose reduce-scatter was started and not waited for."""
+    """Layers whose reduce-scatter is in flight."""
     unwatched: set[ShardedLayer] = dataclasses.field(default_factory=set)
-    """Layers that ran unwatched in a forward pass that it has met."""
+    """Layers that ran unwatched in a forward pass that it has reached."""
     recomputed: dict[ShardedLayer, None] = dataclasses.field(default_factory=dict)
-    """Layers that ran again inside of it, in their order."""
+    """Layers that were recomputed inside it, in order."""
 
     def follow(self, forward: ForwardPass) -> None:
-        """Begins at the end of a forward pass."""
+        """Moves to the end of a forward pass."""
         self.follows = True
         self.forward = forward
         self.place = len(forward.uses)
@@ -88,7 +88,7 @@ class BackwardPass:
 
 
 def require_all_sent(layers: Sequence[ShardedLayer]) -> None:
-    """Refuses a gradient that came when its layer's had been sent, and would be lost."""
+    """Raises if a gradient arrived after its layer's message was sent: it would be lost."""
     for layer in layers:
         for name in layer.gradients.unsent:
             raise SynchronizationError(
@@ -99,13 +99,13 @@ def require_all_sent(layers: Sequence[ShardedLayer]) -> None:
 
 @torch.no_grad()
 def add_means(layers: Sequence[ShardedLayer], *, divide: bool) -> dict[str, bool]:
-    """Adds what was received to the shards' gradients.
+    """Adds the received sums or means to the shards' gradients.
 
-    Returns which of the trained parameters had a gradient on this rank, by name.
+    Returns whether each trained parameter had a gradient on this rank, by name.
 
     Args:
-        layers: All that may have received something.
-        divide: Whether the sums are to be divided by the number of ranks.
+        layers: All layers that may have received gradients.
+        divide: Whether to divide the sums by the number of ranks.
     """
     arrived = {
         parameter.name: position in layer.gradients.arrived
@@ -115,7 +115,7 @@ def add_means(layers: Sequence[ShardedLayer], *, divide: bool) -> dict[str, bool
     }
     totals = ((layer, layer.gradients.total()) for layer in layers)
     received = [(layer, total) for layer, total in totals if total is not None]
-    # Only a rank that had no gradient for a parameter has to look whether others had one.
+    # Only a rank without a gradient for a parameter must check whether others had one.
     missing = [(layer, total) for layer, total in received if layer.gradients.is_missing]
     numbers: Iterator[float] = iter(())
     if missing:

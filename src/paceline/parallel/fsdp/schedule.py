@@ -1,9 +1,9 @@
-"""When layers are gathered and freed, and when their gradients are sent.
+"""The schedule of gathering and freeing layers and of sending their gradients.
 
-Everything that is sent follows from the order of the forward pass alone, so that all ranks launch
-the same in the same order. At most two messages of gradients have memory: before a layer's is
-opened, that of the layer two before it has been waited for, and added to the shard. Nothing asks
-whether a message has arrived, and nothing waits for the device on the host.
+The order of the forward pass alone determines all sends, so all ranks launch the same messages in
+the same order. At most two gradient messages have memory: before a layer's message is allocated,
+the message of the layer two before it has been received and freed. The host never polls messages,
+and waits for the device only if a trained parameter had no gradient on this rank.
 """
 
 import functools
@@ -40,10 +40,10 @@ class Schedule:
 
     Args:
         users: The modules that need full parameters.
-        layers: All of these.
-        sync_state: What the container's user wants.
-        traffic: Keeps count of messages and waits.
-        layers_ahead: How many modules' layers are gathered before they are needed.
+        layers: All layers.
+        sync_state: The user's requests for the next pass.
+        traffic: Records messages and waits.
+        layers_ahead: Number of modules whose layers are prefetched.
         reshard_after_forward: Whether layers are freed between forward and backward.
         is_distributed: Whether there are other ranks.
     """
@@ -70,12 +70,12 @@ class Schedule:
         self._known = ForwardPass()
         """The last complete forward pass."""
         self._is_as_known = True
-        """Whether what has started in this pass is how the last one began."""
+        """Whether this pass has so far run the same modules as the last one."""
         self._in_forward = False
         self._backward: BackwardPass | None = None
         self._kept_for_graph = False
         self.arrived: dict[str, bool] = {}
-        """Which trained parameters had a gradient on this rank in the last synchronised pass."""
+        """Whether each trained parameter had a gradient here in the last synchronised pass."""
         self._accumulators: list[tuple[nn.Parameter, Node]] = []
         for user in users:
             _call_around_forward(user, self)
@@ -88,7 +88,7 @@ class Schedule:
                 )
 
     def begin_forward(self) -> None:
-        """Starts a forward pass of the whole model from shards alone."""
+        """Begins a forward pass of the whole model; resets layers that no graph needs."""
         self._require_whole_pass()
         for user in self._users:
             user.require_shards()
@@ -102,21 +102,21 @@ class Schedule:
         self._in_forward = True
 
     def end_forward(self) -> None:
-        """Keeps the order for the next pass."""
+        """Ends a forward pass, and remembers its order for the next one."""
         self._known = self._forward
         self._in_forward = False
 
     def break_forward(self) -> None:
-        """An error has ended the forward pass."""
+        """Restores the shards after an error in the forward pass."""
         for user in self._users:
             user.show_shards()
         if not (self._is_distributed and self._forward.started):
             self._in_forward = False
 
     def _require_whole_pass(self) -> None:
-        """Refuses to go on after a pass that an error has ended.
+        """Raises if an error aborted the last pass of a distributed run.
 
-        Other ranks may be anywhere: what they have sent would be taken for something else.
+        Other ranks may be at any point: their messages would be mistaken for different ones.
         """
         broken = "forward" if self._in_forward else "backward"
         if self._is_distributed and (self._in_forward or self._backward is not None):
@@ -131,13 +131,13 @@ class Schedule:
         self._in_forward, self._backward = False, None
 
     def before_forward(self, user: LayerUser) -> None:
-        """Gathers what a module needs, and starts what is needed next."""
+        """Gathers the layers that a module needs, and starts the prefetch of the next ones."""
         if current_pass() == OUTSIDE_BACKWARD:
             started, known = self._forward.started, self._known.started
             place = len(started)
             self._is_as_known &= place < len(known) and known[place] is user
             started.append(user)
-        else:  # A checkpoint computes a forward pass a second time.
+        else:  # Activation checkpointing recomputes a forward pass.
             recomputed = self._begin_backward(None).recomputed
             recomputed.update(dict.fromkeys(user.layers))
         for layer in [*user.layers, *self._next_layers()]:
@@ -150,22 +150,22 @@ class Schedule:
     def after_forward(
         self, user: LayerUser, first: int, sources: Sequence[Node | None], output: Any
     ) -> None:
-        """Frees what a module needed, and watches for the gradients of its output.
+        """Frees the layers of a module, and registers hooks on the gradients of its output.
 
         Args:
             user: The module.
-            first: How many uses had ended when it began.
-            sources: What computed its inputs.
-            output: What it returned.
+            first: Number of uses that had ended when it began.
+            sources: The graph nodes that computed its inputs.
+            output: Its output.
         """
         user.show_shards()
         for layer in user.layers:
             layer.num_users -= 1
         if current_pass() != OUTSIDE_BACKWARD:
-            return  # The backward that follows needs them.
+            return  # The backward that follows needs the layers.
         tensors = list(tensors_in(output))
         require_watchable(user, output, tensors)
-        # The gradient of what is only handed on arrives when the layer's backward is long over.
+        # The gradient of an input that is returned unchanged arrives after the layer's backward.
         computed = [tensor for tensor in tensors if tensor.grad_fn not in (None, *sources)]
         is_watched = torch.is_grad_enabled() and bool(computed)
         if is_watched:
@@ -181,17 +181,17 @@ class Schedule:
 
     @property
     def num_uses(self) -> int:
-        """How many modules have ended their forward in this pass."""
+        """Number of modules that have ended their forward in this pass."""
         return len(self._forward.uses)
 
     @torch.no_grad()
     def take_gradient(self, number: int, index: int) -> None:
-        """Takes in a gradient that a backward pass has completed."""
+        """Moves a gradient that backward has completed into its layer's message."""
         backward = self._begin_backward(None)
         self._layers[number].gradients.take(index, keep=not backward.averages)
 
     def _next_layers(self) -> list[ShardedLayer]:
-        """Returns what the modules need that run next, if this pass goes like the one before."""
+        """Returns the layers of the next modules; empty if this pass differs from the last one."""
         if current_pass() != OUTSIDE_BACKWARD or not self._is_as_known:
             return []
         place = len(self._forward.started)
@@ -199,7 +199,7 @@ class Schedule:
         return [layer for user in following for layer in user.layers]
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
-        """Lets the gradients of a module's output begin its backward."""
+        """Registers hooks that begin a module's backward when a gradient of its output arrives."""
         forward, place = self._forward, len(self._forward.uses)
         for tensor in tensors:
             tensor.register_hook(  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ class Schedule:
         return self._backward
 
     def _completes_gradients(self) -> bool:
-        """Whether the pass reaches parameters, and not only the input."""
+        """Returns whether the pass reaches parameters, not only inputs."""
         try:
             return any(
                 torch._C._will_engine_execute_node(node)
@@ -236,7 +236,7 @@ class Schedule:
             return False
 
     def _before_backward(self, forward: ForwardPass, place: int) -> None:
-        """Gathers what the backward of a use needs, after all that is due before it."""
+        """Gathers the layers for the backward of a use, after all sends that come before it."""
         backward = self._begin_backward(forward)
         if backward.forward is not forward:
             self._go_back(backward, -1)
@@ -248,7 +248,7 @@ class Schedule:
 
     @torch.no_grad()
     def _go_back(self, backward: BackwardPass, target: int) -> None:
-        """Leaves one use after another, the same on all ranks, until a target is reached."""
+        """Steps back through the uses to a target, in the same order on all ranks."""
         uses = backward.forward.uses
         while backward.place > target:
             for layer in backward.last_needed.get(backward.place, ()):
@@ -262,7 +262,7 @@ class Schedule:
                         layer.start_all_gather()
 
     def _send(self, backward: BackwardPass, layer: ShardedLayer) -> None:
-        """Sends a layer's gradients, and receives those of the layer before it."""
+        """Sends a layer's gradients, and receives those of the layer that was sent before it."""
         if not (backward.completes and backward.averages and layer.is_trained):
             return
         layer.gradients.send(backward.weight)
@@ -272,7 +272,7 @@ class Schedule:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Sends what is left, and adds the means to the shards' gradients."""
+        """Sends the remaining gradients, and adds the means to the shards' gradients."""
         backward = self._backward
         assert backward is not None
         self._go_back(backward, -1)
@@ -294,9 +294,9 @@ class Schedule:
         self._backward = None
 
     def _late_layers(self, backward: BackwardPass) -> list[ShardedLayer]:
-        """Returns the layers whose gradients may have come outside of their turn.
+        """Returns the layers whose gradients may have arrived out of order.
 
-        Which they are follows from what ran, and not from what has come.
+        The result depends only on which layers ran, not on which gradients arrived.
         """
         if self._kept_for_graph or not backward.follows:
             return list(self._layers)
@@ -316,6 +316,6 @@ def _call_around_forward(user: LayerUser, schedule: Schedule) -> None:
     def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
         schedule.after_forward(user, *begun.pop(), output)
 
-    # Other hooks may use the parameters too; after an error there is also something to free.
+    # Prepended, because other hooks may use the parameters. Always called, to free after an error.
     user.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     user.module.register_forward_hook(after, always_call=True)

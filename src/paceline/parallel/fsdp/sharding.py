@@ -1,8 +1,8 @@
-"""Which ranks share a parameter out, which hold the same of it, and what it looks like to torch.
+"""The sharding and replication of parameters over ranks, and their DTensor specs.
 
-A parameter is a DTensor: to optimizers, norms, scalers and checkpoints it has its full shape, and
-what they compute with is this rank's rows of it. On a mesh of one dimension all ranks share it out.
-On a mesh of two, replicate x shard, the ranks along the second do, and those along the first hold
+A parameter is a DTensor: optimizers, norms, scalers and checkpoints see its full shape, but compute
+with this rank's rows. On a one-dimensional mesh it is sharded over all ranks. On a two-dimensional
+mesh, replicate x shard, it is sharded along the second dimension, and ranks along the first hold
 the same rows (HSDP).
 """
 
@@ -23,34 +23,34 @@ from paceline.parallel.reducer.settings import GroupReference
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How parameters lie on the ranks."""
+    """The distribution of parameters over ranks."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    """In torch's terms, one for each dimension of the mesh."""
+    """DTensor placements, one per dimension of the mesh."""
     shard_group: GroupReference | None
-    """The ranks that share a parameter out; None if each has all of it."""
+    """The ranks over which a parameter is sharded; None if each rank has all of it."""
     replicate_groups: tuple[GroupReference, ...]
-    """Groups over which gradients are added up besides."""
+    """Further groups over which gradients are summed."""
 
     @property
     def num_shards(self) -> int:
-        """How many ranks share a parameter out."""
+        """Number of ranks over which a parameter is sharded."""
         return 1 if self.shard_group is None else dist.get_world_size(self.shard_group.get())
 
     @property
     def shard(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank's shard."""
         return 0 if self.shard_group is None else dist.get_rank(self.shard_group.get())
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks' gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         others = (dist.get_world_size(group.get()) for group in self.replicate_groups)
         return self.num_shards * math.prod(others)
 
     def spec(self, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-        """Describes a parameter of a shape to torch."""
+        """Returns the DTensor spec of a parameter."""
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return DTensorSpec(
             self.mesh, self.placements, tensor_meta=TensorMeta(shape, meta.stride(), dtype)
@@ -58,18 +58,18 @@ class Sharding:
 
 
 def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Makes a tensor of this rank's rows, which it shares memory with; nothing is sent."""
+    """Wraps this rank's rows in a DTensor that shares their memory, without communication."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def resolve_sharding(
     where: dist.ProcessGroup | DeviceMesh | None, device: torch.device
 ) -> tuple[dist.ProcessGroup, Sharding, Sharding]:
-    """Returns all ranks, how they share parameters out, and how they hold those that they do not.
+    """Returns the group of all ranks, and the shardings of sharded and replicated parameters.
 
     Args:
-        where: A group, a mesh of one dimension, or one of two: replicate x shard.
-        device: Where parameters are.
+        where: A group, a one-dimensional mesh, or a two-dimensional one: replicate x shard.
+        device: The device of the parameters.
     """
     if isinstance(where, DeviceMesh) and where.ndim == 2:
         return _two_dimensions(where)
@@ -82,11 +82,11 @@ def resolve_sharding(
     if isinstance(where, DeviceMesh):
         mesh = where
     else:
-        # Meshes of the same ranks are equal to torch, which would go on to use what it remembers of
-        # one whose group has been destroyed; with names of their own they are not.
+        # torch treats meshes of the same ranks as equal, and would reuse cached data of a mesh
+        # whose group has been destroyed. Distinct names make them unequal.
         name = None if group is dist.group.WORLD else (f"shard of group {group.group_name}",)
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=name)
-        # The mesh finds the group by its name, and must not keep it alive when it is destroyed.
+        # The mesh finds the group by name, and must not keep it alive after its destruction.
         mesh._pg_registry.clear()
     reference = GroupReference(group)
     shared_out = Sharding(

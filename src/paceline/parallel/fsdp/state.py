@@ -1,4 +1,4 @@
-"""Loading what anyone has saved: full tensors as well as DTensors, over whatever mesh."""
+"""Loading of saved state: full tensors, and DTensors on any mesh."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from paceline.parallel.fsdp.sharding import as_dtensor
 
 
 class LoadsFullTensors:
-    """Cuts what is loaded into a module to this rank's rows; nothing is sent for full tensors.
+    """Reduces loaded tensors to this rank's rows; full tensors need no communication.
 
     Args:
-        module: The inner module, by whose names states are kept.
-        layers: What its parameters have become.
+        module: The inner module, whose names the state uses.
+        layers: The layers of its parameters.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[ShardedLayer]) -> None:
         self.are_values_missing = False
-        """Whether the parameters have no values before some are loaded."""
+        """Whether the parameters have no values until a state is loaded."""
         homes = {p.shard: (layer, p) for layer in layers for p in layer.parameters}
         self._places = {
             name: homes[parameter]
@@ -32,7 +32,7 @@ class LoadsFullTensors:
         module.register_load_state_dict_post_hook(self._note)  # type: ignore[no-untyped-call]
 
     def require_values(self) -> None:
-        """Refuses to run a model that was never given values."""
+        """Raises if the parameters have no values yet."""
         if self.are_values_missing:
             raise UsageError(
                 "the module was created on the meta device, and its parameters have no values "

@@ -1,4 +1,4 @@
-"""What a rank has sent and waited for since its last synchronisation: one record for all layers."""
+"""Record of a rank's gradient messages and waits since its last synchronisation, for all layers."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ class _Message:
 
 @dataclasses.dataclass(kw_only=True)
 class _Step:
-    """All passes up to one whose gradients are averaged."""
+    """All passes up to and including one whose gradients are averaged."""
 
     keeps_time: bool
     started: Moment = math.nan
@@ -35,7 +35,7 @@ class _Step:
     sees_waits: bool = True
 
     def stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times, if these were kept."""
+        """Returns sizes and times, or None if times were not recorded."""
         if not self.keeps_time:
             return None
         waited_s = sum(seconds_between(*wait) for wait in self.waits)
@@ -55,13 +55,13 @@ class _Step:
 
 
 class Traffic:
-    """Messages of gradients, and waits for these and for parameters.
+    """Records gradient messages, and waits for gradients and parameters.
 
-    Sizes are always known, times only if somebody has asked for statistics.
+    Sizes are always recorded, times only if statistics are requested.
 
     Args:
-        device: Whose time counts.
-        sync_state: Whether somebody has.
+        device: The device on whose timeline times are taken.
+        sync_state: Whether statistics are requested.
     """
 
     def __init__(self, device: torch.device, sync_state: SyncState) -> None:
@@ -72,24 +72,24 @@ class Traffic:
         self._belongs_to_step = False
 
     def begin_forward(self) -> None:
-        """Begins a pass: what its layers wait for counts with the backward that follows, if any."""
+        """Begins a forward pass; its waits count towards the backward that follows, if any."""
         self._begin_pass(torch.is_grad_enabled())
 
     def begin_backward(self) -> None:
-        """Begins to count from the gradient of the output."""
+        """Records the start of backward: the arrival of the output's gradient."""
         self._begin_pass(True)
         self._step.started = self._now()
 
     def end_backward(self) -> None:
-        """Backward is over; what is waited for from here on is exposed in any case."""
+        """Records the end of backward; all later waits are exposed."""
         self._step.over = self._now()
 
     def complete(self) -> None:
-        """All gradients have been received."""
+        """Completes the step, after all gradients have been received."""
         self._last, self._step = self._step, _Step(keeps_time=False)
 
     def sent(self, num_bytes: int, num_parameters: int) -> None:
-        """Counts a message of gradients."""
+        """Records a gradient message that was sent."""
         moment = self._now()
         self._step.messages.append(
             _Message(
@@ -98,21 +98,21 @@ class Traffic:
         )
 
     def wait(self, pending: Pending, message: int | None = None) -> None:
-        """Makes the current stream wait, and counts for how long.
+        """Makes the current stream wait, and records the wait.
 
         Args:
-            pending: What for.
-            message: The number of a message of gradients.
+            pending: The operation to wait for.
+            message: Index of the gradient message, if it is one.
         """
         with named_range(WAIT), self.waiting(message):
             pending.wait()
 
     @contextlib.contextmanager
     def waiting(self, message: int | None = None) -> Iterator[None]:
-        """Counts what is inside as a wait.
+        """Records the time inside the context as a wait.
 
         Args:
-            message: The number of a message of gradients that has arrived when it is over.
+            message: Index of the gradient message that has arrived at the end, if any.
         """
         before = self._now()
         yield
@@ -123,7 +123,7 @@ class Traffic:
                 step.messages[message].finished = step.waits[-1][1]
 
     def lose_sight_of_waits(self) -> None:
-        """Somebody waits elsewhere in this step, so that the sum of the waits is unknown."""
+        """Marks the total wait of this step as unknown, because some waits are not observable."""
         self._step.sees_waits = False
 
     def _begin_pass(self, belongs_to_step: bool) -> None:
@@ -136,13 +136,13 @@ class Traffic:
 
     @property
     def num_messages(self) -> int:
-        """How many messages of gradients were sent in this step."""
+        """Number of gradient messages sent in this step."""
         return len(self._step.messages)
 
     def message_bytes(self) -> list[int]:
-        """Returns the size of each message of gradients in the last synchronisation."""
+        """Returns the size of each gradient message in the last synchronisation."""
         return [] if self._last is None else [m.num_bytes for m in self._last.messages]
 
     def stats(self) -> SynchronizationStats | None:
-        """Returns what is known of the last synchronisation; None before the first."""
+        """Returns statistics of the last synchronisation; None if there is none or no times."""
         return None if self._last is None else self._last.stats()

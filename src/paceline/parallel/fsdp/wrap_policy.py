@@ -1,9 +1,9 @@
-"""Which modules are layers: gathered before their forward, freed after it.
+"""Selection of layers: modules whose parameters are gathered before their forward, freed after it.
 
-By default a layer is an element of an `nn.ModuleList`; outside of these, each module that has
-parameters of its own. A policy names others, by class or one by one. Modules of torch's that read
-the parameters of modules inside of them, as attention reads its output projection's, are always one
-layer with these.
+By default each element of an `nn.ModuleList` is a layer, and so is each other module with its own
+parameters outside of these. A policy selects other modules, by class or one by one. torch modules
+that read the parameters of their submodules, as attention reads its output projection's, always
+form one layer with them.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ _READ_THEIR_CHILDREN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrapPolicy:
-    """What is gathered together, and what becomes of the parameters outside."""
+    """The choice of layers, and the treatment of parameters outside of them."""
 
     classes: tuple[type[nn.Module], ...] = ()
-    """Each module of one of these is a layer, with all that is inside of it."""
+    """Each module of one of these classes is a layer, including its submodules."""
     modules: tuple[nn.Module, ...] = ()
-    """Modules that are layers as well."""
+    """Further modules that are layers."""
     rest: Literal["sharded", "replicated"] = "sharded"
-    """Parameters outside of layers: sharded, each module's as a layer of its own; or whole on every
-    rank, as plain tensors in their own dtype whose gradients are all-reduced."""
+    """Treatment of parameters outside of layers: sharded, with a separate layer per module; or
+    replicated, as plain tensors in their own dtype whose gradients are all-reduced."""
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Whether a module is one layer with all that is inside of it.
+        """Returns whether a module is a layer, including its submodules.
 
         Args:
             module: Any module of the model.
@@ -42,7 +42,7 @@ class WrapPolicy:
         return isinstance(module, self.classes) or any(module is one for one in self.modules)
 
     def require_match(self, module: nn.Module) -> None:
-        """Refuses a policy that finds nothing, which would shard otherwise than meant.
+        """Raises if the policy matches no module, since sharding would differ from the intent.
 
         Args:
             module: The whole model.
@@ -63,11 +63,11 @@ class FoundUser:
     scope: list[nn.Module]
     """The modules whose own parameters it needs."""
     is_layer: bool
-    """Whether the policy has named it."""
+    """Whether it is a layer by the policy, or by default an element of an `nn.ModuleList`."""
 
 
 def find_users(module: nn.Module, policy: WrapPolicy | None) -> Iterator[FoundUser]:
-    """Yields the modules whose forward needs full parameters, and where these are found."""
+    """Yields the modules whose forward needs full parameters, with the owners of these."""
     if policy is not None:
         policy.require_match(module)
     yield from _find(module, "", set(), policy, is_element=False)
@@ -93,7 +93,7 @@ def _find(
                 path=path, module=module, scope=list(module.modules()), is_layer=is_layer
             )
         return
-    # Lists of parameters are never called; whoever has one reads it in its own forward.
+    # Lists of parameters are never called; their parent module reads them in its own forward.
     lists = [c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
     scope = [module, *lists]
     if any(True for part in scope for _ in part.parameters(recurse=False)):

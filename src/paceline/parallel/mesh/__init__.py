@@ -1,1 +1,1 @@
-"""Layouts of several axes, on torch's own engine."""
+"""Parallel layouts with several axes, built on torch's own parallelism."""

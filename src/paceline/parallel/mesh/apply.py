@@ -1,12 +1,12 @@
-"""A layout applied to a model, each technique in the order that it must have.
+"""Applies a layout to a model, one technique after another in the required order.
 
-1. Tensor: matrices become DTensors, of which everything after it sees the local parts.
-2. Context: attention sees the tokens of all ranks that share a sequence.
-3. Activation checkpointing is the model's own: its forward runs whole blocks, with all that is put
-   on them here, under torch's checkpoint.
-4. Compilation, block by block: before data parallelism, whose hooks no graph should hold.
+1. Tensor parallelism: matrices become DTensors; all later steps see their local parts.
+2. Context parallelism: attention sees the tokens of all ranks that share a sequence.
+3. Activation checkpointing is part of the model: its forward runs each block, with everything
+   applied here, under torch's checkpoint.
+4. Compilation, block by block: before data parallelism, whose hooks must stay out of the graphs.
 5. Data parallelism: FSDP2 gathers a block's parameters before it runs, and reduces its gradients
-   when they are complete, over shard × context ranks, and then over replicas. With sharding none
+   when they are complete, over shard × context ranks and then over replicas. Without sharding,
    FSDP2's replicate averages the gradients; ZeRO-2 keeps parameters gathered until backward, ZeRO-3
    gathers them again.
 """
@@ -21,15 +21,15 @@ from paceline.parallel.mesh.tensor import apply_tensor_parallelism
 
 
 def apply_layout(model: nn.Module, groups: MeshGroups, *, compile_blocks: bool = False) -> None:
-    """Lays a model, or the stage of a pipeline, over the ranks of a stage, in place.
+    """Distributes a model or a pipeline stage over the ranks of a stage, in place.
 
-    Names of parameters stay as they are.
+    Parameter names do not change.
 
     Args:
         model: A `TransformerLM` with the same weights on all ranks, or a stage of one: `blocks`
-            without some of them, and None for an `embedding`, `final_norm` or `head` that it lacks.
-        groups: Of a layout that can run.
-        compile_blocks: Whether each block is compiled.
+            with a subset of the blocks, and None for a missing `embedding`, `final_norm` or `head`.
+        groups: The groups of a supported layout.
+        compile_blocks: Whether to compile each block.
     """
     layout = groups.layout
     blocks = list(model.get_submodule("blocks").children())
@@ -42,7 +42,7 @@ def apply_layout(model: nn.Module, groups: MeshGroups, *, compile_blocks: bool =
             block.compile()
     for part in [*blocks, model]:
         if groups.shards is not None:
-            # The root is needed again as soon as backward begins.
+            # The root is never resharded: backward needs it immediately.
             reshard = layout.sharding == "parameters" and part is not model
             fully_shard(part, mesh=groups.shards, reshard_after_forward=reshard)
         elif groups.replicas is not None:

@@ -1,13 +1,13 @@
 """Context parallelism: each sequence split over the context ranks.
 
 Of 2c equal parts of a sequence, rank i of c has parts i and 2c - 1 - i: under a causal mask these
-attend to (i + 1) + (2c - i) = 2c + 1 parts, whichever rank it is. Every layer all-gathers keys and
-values, and each of the two parts of queries attends to the keys up to its own end, which needs no
-mask but the usual one, aligned to the last key. Backward reduce-scatters the gradients of keys and
-values.
+attend to (i + 1) + (2c - i) = 2c + 1 parts, equally many on every rank. Every layer all-gathers
+keys and values, and each of the two parts of queries attends to the keys up to its own end. This
+needs only the usual causal mask, aligned to the last key. Backward reduce-scatters the gradients of
+keys and values.
 
-torch's own context-parallel attention passes keys and values round a ring instead. It knows the
-attention kernels of GPUs only: on CPUs there is none for it.
+torch's own context-parallel attention passes keys and values around a ring instead. It supports
+only GPU attention kernels, so it does not run on CPUs.
 """
 
 import torch
@@ -24,7 +24,7 @@ _TOKENS = 3
 
 
 class ContextShare:
-    """Which tokens of each sequence this rank has, and how they attend to all of it.
+    """This rank's share of each sequence, and attention from it to the whole sequence.
 
     Args:
         mesh: The ranks that share a sequence.
@@ -50,8 +50,8 @@ class ContextShare:
         """Returns the positions of this rank's tokens in their sequence.
 
         Args:
-            num_tokens: How many it has.
-            device: Where they are.
+            num_tokens: Number of this rank's tokens.
+            device: The device of the result.
         """
         length = num_tokens // 2
         begins = [part * length for part in self._own]
@@ -65,8 +65,8 @@ class ContextShare:
         Args:
             query: (batch, heads, tokens of this rank, head_dim).
             key: (batch, key heads, tokens of this rank, head_dim).
-            value: As the keys.
-            implementation: What computes it.
+            value: Same shape as `key`.
+            implementation: The attention implementation.
         """
         length = query.shape[2] // 2
         keys, values = self.put_together(torch.stack((key, value)), dim=_TOKENS)
@@ -86,25 +86,25 @@ class ContextShare:
         return torch.cat(mixed, dim=2)
 
     def put_together(self, own: Tensor, dim: int) -> Tensor:
-        """Gathers what all ranks have of a sequence, and puts it in the sequence's order.
+        """All-gathers the ranks' parts of a sequence and restores the order of tokens.
 
         Args:
-            own: What this rank has.
+            own: This rank's part.
             dim: The dimension of tokens.
         """
         shared = DTensor.from_local(own, self._mesh, [Shard(dim)], run_check=False)
         gathered = shared.redistribute(placements=[Replicate()])
-        # Each rank uses the whole, so that gradients of all ranks add up to that of a part.
+        # Each rank uses the whole sequence, so a part's gradient is the sum over all ranks.
         parts = gathered.to_local(grad_placements=[Partial()]).chunk(self._num_parts, dim=dim)
         first_halves, second_halves = parts[::2], parts[1::2]
         return torch.cat([*first_halves, *reversed(second_halves)], dim=dim)
 
 
 def apply_context_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets the attention of a model, or of a stage of it, see the tokens of all context ranks.
+    """Makes the attention of a model or pipeline stage span the tokens of all context ranks.
 
     Args:
-        model: Has `blocks` with an `attention` like that of `TransformerLM`.
+        model: A module whose `blocks` have an `attention` like that of `TransformerLM`.
         mesh: The context ranks.
     """
     share = ContextShare(mesh)

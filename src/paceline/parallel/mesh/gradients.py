@@ -1,10 +1,9 @@
-"""The norm of all gradients of a layout, whoever has them, and clipping to it.
+"""The total norm of all gradients of a layout, and clipping to it.
 
-Every rank adds up the squares of the gradients that it has, each divided by the number of ranks
-that have the same: those of its stage over which the parameter is not sharded. One sum over all is
-then the square of the norm, and the same to the bit on all of them, as copies of a parameter need
-it to stay equal. (torch's own norm of DTensors makes a sum for every axis, of which it warns that
-ranks may round differently.)
+Every rank sums the squares of its gradients, each divided by its number of copies: the ranks of the
+stage over which the parameter is not sharded. One all-reduce over all ranks then gives the square
+of the norm. It is bitwise equal on all ranks, which keeps copies of a parameter equal. (torch's own
+norm of DTensors reduces each axis separately, and warns that ranks may round differently.)
 """
 
 import math
@@ -23,12 +22,12 @@ from paceline.parallel.mesh.tensor import complete_gradients
 def clip_grad_norm(
     model: nn.Module, groups: MeshGroups, max_norm: float, uncounted: Collection[nn.Parameter] = ()
 ) -> Tensor:
-    """Scales gradients down to a norm; returns the norm that they had. All ranks call it.
+    """Clips gradients to a total norm; returns the norm before clipping. All ranks must call it.
 
     Args:
         model: This rank's stages.
-        groups: All ranks.
-        max_norm: The largest norm that is left as it is.
+        groups: The groups of the layout.
+        max_norm: Largest total norm that is not scaled down.
         uncounted: Parameters that another stage counts, such as the copy of a tied embedding.
     """
     complete_gradients(model)
@@ -47,7 +46,7 @@ def clip_grad_norm(
 
 
 def _num_shards(gradient: Tensor) -> int:
-    """Returns over how many ranks of a stage a gradient is sharded."""
+    """Returns the number of ranks of a stage over which a gradient is sharded."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

@@ -1,12 +1,12 @@
-"""Which ranks do what together under a layout.
+"""The process groups of a layout.
 
-Ranks are numbered as the planner prices them, outermost first:
+Ranks are numbered in the order that the planner assumes, outermost axis first:
 
     pipeline, replicate, shard, context, tensor
 
-so that the axes that talk most lie closest together. Context ranks hold the same parameters and see
-other tokens, so their gradients are averaged as those of data-parallel ranks are: where states are
-sharded, they are sharded over shard × context; where nothing is, all are replicas.
+so the axes with the most communication connect the closest ranks. Context ranks hold the same
+parameters and see different tokens, so their gradients are averaged like those of data-parallel
+ranks: sharded states are sharded over shard × context; without sharding, all are replicas.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ _STATE_AXES = ("pipeline", "replicate", "shard", "tensor")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank is on each axis, outermost first."""
+    """The index of a rank on each axis, outermost first."""
 
     pipeline: int
     replicate: int
@@ -31,7 +31,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates_of(rank: int, layout: ParallelLayout) -> Coordinates:
-    """Returns where a rank is on each axis."""
+    """Returns the index of a rank on each axis."""
     places = []
     for axis in reversed(Coordinates._fields):
         rank, place = divmod(rank, getattr(layout, axis))
@@ -40,13 +40,13 @@ def coordinates_of(rank: int, layout: ParallelLayout) -> Coordinates:
 
 
 class MeshGroups:
-    """The groups of a layout, as this rank sees them; all ranks make them together.
+    """This rank's groups of a layout; all ranks must create them together.
 
     Args:
-        layout: Has as many ranks as there are.
-        rank: This one.
-        world_size: How many ranks there are.
-        device: What this rank computes on.
+        layout: The layout, of `world_size` ranks.
+        rank: This rank.
+        world_size: Number of all ranks.
+        device: The device that this rank computes on.
     """
 
     def __init__(
@@ -78,37 +78,37 @@ class MeshGroups:
 
     @property
     def data_rank(self) -> int:
-        """Which sequences this rank reads, of `data_ranks`; others may read the same."""
+        """Index among `data_ranks` of the sequences that this rank reads; others may share it."""
         return self.at.replicate * self.layout.shard + self.at.shard
 
     @property
     def data_ranks(self) -> int:
-        """Over how many ranks the sequences of a batch are divided."""
+        """Number of shares into which the sequences of a batch are divided."""
         return self.layout.data_parallel
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many ranks the gradient of a parameter is averaged."""
+        """Number of ranks over which the gradient of a parameter is averaged."""
         return self.layout.data_parallel * self.layout.context
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """The ranks that split each matrix, None where they are one."""
+        """The ranks that split each matrix; None for a single rank."""
         return self._states["tensor"] if self.layout.tensor > 1 else None
 
     @property
     def context(self) -> DeviceMesh | None:
-        """The ranks that split each sequence, None where they are one."""
+        """The ranks that split each sequence; None for a single rank."""
         return self._context
 
     @property
     def pipeline(self) -> DeviceMesh | None:
-        """The stages, None where there is one."""
+        """The ranks of the pipeline; None for a single stage."""
         return self._states["pipeline"] if self.layout.pipeline > 1 else None
 
     @property
     def shards(self) -> DeviceMesh | None:
-        """Ranks that states are sharded over, replicas outside; None if nothing is sharded."""
+        """Ranks over which states are sharded, replicas as outer axis; None without sharding."""
         if self._states["shard"].size() == 1:
             return None
         has_replicas = self._states["replicate"].size() > 1
@@ -116,14 +116,14 @@ class MeshGroups:
 
     @property
     def replicas(self) -> DeviceMesh | None:
-        """Ranks with the same whole parameters; None if gradients are not averaged over such."""
+        """Ranks that hold the same full parameters; None with sharding or for a single replica."""
         is_sharded = self._states["shard"].size() > 1
         replicas = self._states["replicate"]
         return None if is_sharded or replicas.size() == 1 else replicas
 
 
 def describe(layout: ParallelLayout) -> str:
-    """Returns what is more than 1 of a layout, such as "shard 2, tensor 4, sequence parallel"."""
+    """Returns the axes larger than 1 as text, such as "shard 2, tensor 4, sequence parallel"."""
     sizes = {axis: getattr(layout, axis) for axis in Coordinates._fields}
     sizes["interleave"] = layout.pipeline_interleave
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
@@ -132,7 +132,7 @@ def describe(layout: ParallelLayout) -> str:
 
 
 def _state_sizes(layout: ParallelLayout) -> tuple[int, int]:
-    """Returns over how many ranks states are replicated, and over how many sharded."""
+    """Returns the numbers of ranks over which states are replicated and sharded."""
     if layout.sharding == "none":
         return layout.replicate * layout.context, 1
     return layout.replicate, layout.shard * layout.context

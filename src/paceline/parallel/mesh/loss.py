@@ -1,4 +1,4 @@
-"""The loss of logits that are whole, or split over the vocabulary by tensor ranks."""
+"""The loss of logits, full or split over the vocabulary by tensor parallelism."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from paceline.parallel.buckets import whole_tensor
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the cross-entropy in float32, added up over all tokens that are here.
+    """Returns the cross-entropy in float32, summed over this rank's tokens.
 
     Args:
-        logits: (batch, sequence, vocabulary); where tensor ranks split the vocabulary, a DTensor.
-        targets: The token that follows each, (batch, sequence).
+        logits: (batch, sequence, vocabulary); a DTensor if tensor ranks split the vocabulary.
+        targets: The next token of each position, (batch, sequence).
     """
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     return whole_tensor(loss)
@@ -23,9 +23,9 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def vocabulary_parallel(is_split: bool) -> Iterator[None]:
-    """Computes the loss, and its gradient, of split logits without gathering them.
+    """Computes the loss of split logits, and its gradient, without gathering the logits.
 
-    Forward and backward both have to be inside.
+    Forward and backward must both run inside the context.
     """
     with loss_parallel() if is_split else contextlib.nullcontext():
         yield

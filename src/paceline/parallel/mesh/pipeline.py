@@ -1,16 +1,17 @@
-"""Training a model whose stages are on different ranks, with torch's pipeline schedules.
+"""Pipeline parallelism: stages of a model on different ranks, with torch's pipeline schedules.
 
-A batch is cut into m micro-batches. Phases of a step, on every rank of a pipeline:
+A batch is divided into m micro-batches. Phases of a step, on every rank of a pipeline:
 
 1. The schedule runs forward and backward of each micro-batch on each of the rank's stages, as soon
-   as what it needs has come from the neighbours. 1F1B keeps as many micro-batches in flight as
-   there are stages behind; interleaved 1F1B has v stages on each rank, which divides the bubble by
-   v; zero bubble computes gradients of inputs first and those of weights where it would wait.
-2. Gradients are averaged over data-parallel ranks with the last micro-batch, by whatever the stage
-   modules are wrapped in.
-3. An embedding that is also the head's is on two ranks: each sends its gradient to the other, and
-   both add up the same two, so that both copies stay equal to the bit.
-4. The last stage tells all ranks of the pipeline the loss.
+   as the inputs have arrived from the neighbouring stages. 1F1B keeps at most one micro-batch in
+   flight per stage from its own to the last; interleaved 1F1B has v stages on each rank, which
+   divides the bubble by v; zero bubble computes gradients of inputs first, and gradients of weights
+   when it would otherwise wait.
+2. The wrapper of the stage modules averages gradients over data-parallel ranks with the last
+   micro-batch.
+3. An embedding tied to the head has copies on two ranks: the ranks exchange their gradients, and
+   both compute the same sum, so both copies stay bitwise equal.
+4. The last stage broadcasts the loss to all ranks of the pipeline.
 """
 
 import contextlib
@@ -36,13 +37,13 @@ from paceline.parallel.mesh.tensor import complete_gradient
 
 ScheduleName = Literal["1f1b", "zero_bubble"]
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From a micro-batch's output and targets to what is differentiated."""
+"""Maps a micro-batch's output and targets to the loss."""
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 _MOST_SHAPES = 4
-"""Shapes of batches that buffers are kept for: passes of held-out sequences may differ by one, and
-the sampler has a shape of its own."""
+"""Number of batch shapes for which buffers are kept: passes of held-out sequences may differ by
+one, and the sampler has another shape."""
 
 
 class _Evaluation(NamedTuple):
@@ -54,16 +55,16 @@ class Pipeline:
     """The stages of one rank, and the schedule that runs them with those of the other ranks.
 
     Args:
-        stages: This rank's modules by number of the stage, of which rank r of p has r, r + p, ...
-        num_stages: Stages of the whole pipeline.
-        num_micro_batches: Equal parts of a batch that go through the stages one after the other, as
-            many as `paceline.core.runnable` lets a layout have.
-        loss: Of a micro-batch; a step's is the sum of them.
-        group: The ranks of the pipeline, the one with the first stage first.
-        device: Where this rank computes.
+        stages: This rank's modules by stage number; rank r of p has stages r, r + p, ...
+        num_stages: Number of stages of the whole pipeline.
+        num_micro_batches: Number of equal parts of a batch that pass through the stages one after
+            another; `paceline.core.runnable` defines which numbers a layout supports.
+        loss: Loss of a micro-batch; the loss of a step is the sum.
+        group: The ranks of the pipeline, beginning with the rank of the first stage.
+        device: The device that this rank computes on.
         schedule: 1f1b, which is interleaved if ranks have several stages, or zero_bubble.
-        forward_context: What forward runs in, such as autocast; backward and loss do not.
-        tied: The weight that the first and the last stage each have a copy of, on their ranks.
+        forward_context: Context for forward only, such as autocast; not for backward or the loss.
+        tied: This rank's copy of the weight that the first and the last stage share.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class Pipeline:
         return self._num_stages - 1 in self.stages
 
     def forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Leaves averaged gradients on all ranks; returns the loss of the batch, on all ranks too.
+        """Computes averaged gradients on all ranks; returns the loss of the batch on all ranks.
 
         Args:
-            tokens: What the model reads, the same batch on all ranks of the pipeline.
-            targets: The token that follows each.
+            tokens: The input tokens, the same batch on all ranks of the pipeline.
+            targets: The next token of each position.
         """
         self._require_even(tokens, self._num_micro_batches)
         loss = self._run(self._training.step, tokens, targets)
@@ -117,19 +118,19 @@ class Pipeline:
         return loss
 
     def evaluate(self, tokens: Tensor, targets: Tensor, num_micro_batches: int = 1) -> Tensor:
-        """Returns the loss of a batch on all ranks, and leaves nothing behind.
+        """Returns the loss of a batch on all ranks, and keeps no activations.
 
         Args:
             tokens: The same batch on all ranks of the pipeline, of any size.
-            targets: The token that follows each.
-            num_micro_batches: Equal parts to compute it in.
+            targets: The next token of each position.
+            num_micro_batches: Number of equal parts in which to compute it.
         """
         self._require_even(tokens, num_micro_batches)
         evaluation = self._evaluation(tokens, num_micro_batches)
         with torch.no_grad():
             loss = self._run(evaluation.schedule.eval, tokens, targets)
         for stage in evaluation.stages:
-            stage.clear_runtime_states()  # Which hold what stages sent of all micro-batches.
+            stage.clear_runtime_states()  # Frees the activations of all micro-batches.
         return loss
 
     def logits(self, tokens: Tensor, vocab_size: int) -> Tensor:
@@ -137,12 +138,12 @@ class Pipeline:
 
         Args:
             tokens: The same batch on all ranks of the pipeline.
-            vocab_size: How many logits a token has.
+            vocab_size: Number of logits per token.
         """
         evaluation = self._evaluation(tokens, 1)
         arguments = (tokens,) if self.is_first else ()
         with torch.no_grad():
-            # The schedule has a loss, so that it wants targets; whatever they are.
+            # The schedule has a loss function, so it requires targets; their values do not matter.
             expected = tokens if self.is_last else None
             output = evaluation.schedule.eval(*arguments, target=expected, losses=[])
         logits = torch.empty((*tokens.shape, vocab_size), device=self._device)
@@ -154,10 +155,10 @@ class Pipeline:
         return logits
 
     def _evaluation(self, tokens: Tensor, num_micro_batches: int) -> _Evaluation:
-        """Returns stages and schedule for batches like this one."""
+        """Returns stages and schedule for batches of this shape."""
         key = (num_micro_batches, tokens.shape)
         if key not in self._evaluating:
-            # Buffers have the shape of the micro-batches that they were made for.
+            # Buffers fit only the shape of micro-batches for which they were created.
             if len(self._evaluating) == _MOST_SHAPES:
                 self._evaluating.clear()
             stages = self._make_stages()
@@ -213,9 +214,9 @@ class Pipeline:
             )
 
     def _require_gradients(self) -> None:
-        """Refuses to go on where torch has left a parameter out.
+        """Raises if torch has left a trained parameter without a gradient.
 
-        Its zero-bubble schedule does so, without a word, where FSDP2 reshards after forward.
+        Its zero-bubble schedule does so silently if FSDP2 reshards after forward.
         """
         reasons = {
             "1f1b": "every parameter of a stage must contribute to its output",
@@ -249,7 +250,7 @@ class Pipeline:
 
 
 class _MarkedStage(PipelineStage):
-    """A stage whose work a trace shows by micro-batch, without what it waits for."""
+    """A stage whose compute appears in traces per micro-batch, excluding waits."""
 
     def __init__(self, *arguments: Any, forward_context: Context, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -259,7 +260,7 @@ class _MarkedStage(PipelineStage):
         with named_range(PipelineRange("forward", self.stage_index, fwd_chunk_id).name):
             output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
         if self.is_last and not torch.is_grad_enabled():
-            # No backward needs them, and the logits of all micro-batches would add up.
+            # Backward does not need them, and logits of all micro-batches would accumulate.
             del self.fwd_cache[fwd_chunk_id]
         return output
 

@@ -1,18 +1,18 @@
 """Tensor parallelism: each matrix of a block split over the tensor ranks.
 
-Query, key, value, gate and up are split by columns, so that every rank has whole heads and whole
-channels of the feed-forward layer; output and down by rows, so that the ranks' results add up
-(Shoeybi et al. 2019). Embedding and output layer are split over the vocabulary: logits stay split,
-and `paceline.parallel.mesh.loss` computes the loss of them so.
+Query, key, value, gate and up are split by columns, so every rank has whole heads and whole
+channels of the feed-forward layer. Output and down are split by rows, and their output is the sum
+of the ranks' results (Shoeybi et al. 2019). Embedding and output layer are split over the
+vocabulary: logits stay split, and `paceline.parallel.mesh.loss` computes the loss from them.
 
-    without sequence parallelism   every rank has the residual stream whole; the sum after output
+    without sequence parallelism   every rank has the whole residual stream; the sum after output
                                    and down is an all-reduce
     with it                        every rank has its part of the sequence of the residual stream
                                    and of the norms; the sum is a reduce-scatter, and the input of
                                    attention and feed-forward is all-gathered (Korthikanti 2022)
 
-All parameters become DTensors on the tensor mesh, those of norms replicated: optimizers and
-clipping then see one kind only.
+All parameters become DTensors on the tensor mesh, those of norms replicated, so optimizers and
+clipping handle only one kind of tensor.
 """
 
 from collections import defaultdict
@@ -44,10 +44,10 @@ _SEQUENCE = 1
 
 
 class _Replicated(ParallelStyle):
-    """A module whose parameters every rank has whole, on inputs that every rank has whole."""
+    """A module with replicated parameters and replicated inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # What hooks return takes the place of inputs and output; torch's annotations do not say so.
+        # Return values of hooks replace inputs and output; torch's annotations do not reflect that.
         wrap: Any = self._wrap_input
         unwrap: Any = self._unwrap_output
         return distribute_module(module, device_mesh, input_fn=wrap, output_fn=unwrap)
@@ -66,11 +66,12 @@ class _Replicated(ParallelStyle):
 def apply_tensor_parallelism(
     model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> None:
-    """Splits the matrices of a model, or of a stage of it, in place.
+    """Splits the matrices of a model or pipeline stage in place.
 
     Args:
-        model: Has `blocks` like those of `TransformerLM`, and an `embedding`, a `final_norm` and a
-            `head` or None in their places. All ranks of the mesh have the same weights.
+        model: A module with `blocks` like those of `TransformerLM`, and an `embedding`, a
+            `final_norm` and a `head`, or None in their places. All ranks of the mesh must have the
+            same weights.
         mesh: The tensor ranks.
         sequence_parallel: Whether residuals and norms are split over the sequence.
     """
@@ -92,7 +93,7 @@ def apply_tensor_parallelism(
 
 
 def _block_plan(stream: Placement, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Returns how each layer of a block is split."""
+    """Returns the parallel style of each layer of a block."""
     plan: dict[str, ParallelStyle] = {
         "attention_norm": _norm(sequence_parallel),
         "feed_forward_norm": _norm(sequence_parallel),
@@ -102,7 +103,7 @@ def _block_plan(stream: Placement, sequence_parallel: bool) -> dict[str, Paralle
     by_columns = ("attention.query", "attention.key", "attention.value")
     for name in (*by_columns, "feed_forward.gate", "feed_forward.up"):
         plan[name] = ColwiseParallel()
-    # Made whole once for the layers that read it, and its gradient added up once.
+    # Gathers the input once for all layers that read it, and reduces its gradient once.
     plan["attention"] = PrepareModuleInput(
         input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
     )
@@ -119,16 +120,16 @@ def _norm(sequence_parallel: bool) -> ParallelStyle:
 def _parallelize(
     module: nn.Module, mesh: DeviceMesh, plan: ParallelStyle | dict[str, ParallelStyle]
 ) -> None:
-    # Every rank has all weights, so that it takes its part of its own.
+    # Every rank has all weights, so each takes its part locally, without a broadcast.
     parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
 def complete_gradients(model: nn.Module) -> None:
-    """Adds up gradients of which each tensor rank has the part of its own tokens.
+    """Sums gradients of which each tensor rank holds a partial sum.
 
-    So it is with norms under sequence parallelism, and with the embedding. FSDP2 adds them up when
-    it reduces gradients; where nothing else does, this does: for all norms together, which are
-    small and many, with one all-reduce.
+    These are the gradients of norms under sequence parallelism, and of the embedding. FSDP2 sums
+    them when it reduces gradients; without FSDP2, this function does. Norms are small and many, so
+    one all-reduce sums all of them.
     """
     summands: dict[DeviceMesh, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
     for parameter in model.parameters():
@@ -148,7 +149,7 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 def _is_summand(parameter: nn.Parameter) -> bool:
-    """Whether every rank has the parameter whole, and a summand of its gradient."""
+    """Returns whether the parameter is replicated and its gradient a partial sum."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return False
@@ -156,7 +157,7 @@ def _is_summand(parameter: nn.Parameter) -> bool:
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
-    """Adds up a gradient of which tensor ranks have parts, and splits it as its parameter is."""
+    """Redistributes a gradient to the placements of its parameter, summing partial sums."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return

@@ -1,1 +1,1 @@
-"""Which rank this is, how ranks start and meet, and the collectives between them."""
+"""Rank placement, launch, rendezvous and collectives."""

@@ -1,7 +1,7 @@
-"""Collectives under one name, whichever version of torch there is, and over plain numbers.
+"""Collectives under version-independent names, and collectives over plain numbers.
 
-torch 2.13 renames the collectives over one tensor to ``*_single`` and warns of the old names,
-which are the only ones before it.
+torch 2.13 renames the collectives over one tensor to ``*_single`` and deprecates the old names;
+earlier versions have only the old names.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def reduce_numbers(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[float]:
-    """Returns each number's sum, largest or smallest over the ranks, the same on all of them."""
+    """Returns each number reduced over the ranks (sum, maximum or minimum), equal on all ranks."""
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, operation, group=group)
     result: list[float] = tensor.tolist()
@@ -32,6 +32,6 @@ def reduce_numbers(
 
 
 def mean_over_ranks(numbers: Sequence[float], device: torch.device) -> list[float]:
-    """Returns each number's mean over all ranks, the same on all of them."""
+    """Returns each number's mean over all ranks, equal on all ranks."""
     totals = reduce_numbers(numbers, dist.ReduceOp.SUM, device)
     return [total / dist.get_world_size() for total in totals]

@@ -1,8 +1,7 @@
-"""Moments on a device's own time line.
+"""Timestamps on a device's own timeline.
 
-On a CPU a moment is a reading of the program's clock. A GPU runs behind the program that feeds it,
-so there a moment is an event in the current stream, and asking how long something took waits for
-the device.
+On a CPU a timestamp is a reading of the host's clock. A GPU runs asynchronously to the host, so its
+timestamps are events in the current stream, and reading a duration waits for the device.
 """
 
 import time
@@ -15,7 +14,7 @@ Moment: TypeAlias = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """Marks the present moment on a device."""
+    """Returns a timestamp of the current point on a device's timeline."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -24,12 +23,12 @@ def now(device: torch.device) -> Moment:
 
 
 def current_stream(device: torch.device) -> Hashable:
-    """Returns what orders the work that is given to a device now; None for a CPU, which waits."""
+    """Returns the current stream of a GPU; None for a CPU, which has none."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
-    """Returns the seconds from one moment to another of the same device."""
+    """Returns the seconds between two timestamps of the same device."""
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     assert isinstance(start, torch.cuda.Event)
@@ -39,6 +38,6 @@ def seconds_between(start: Moment, end: Moment) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that was asked of it; the CPU always has."""
+    """Waits until a GPU has completed all queued work; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The hardware that a rank runs on: its name, its peak, its memory."""
+"""The hardware that a rank runs on: its name, peak FLOP/s and memory."""
 
 import contextlib
 import dataclasses
@@ -16,33 +16,33 @@ from paceline.records.schema import CaseValue
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareLocation:
-    """The hardware that a case runs on, as its record has it."""
+    """The hardware of a benchmark case, as stored in its record."""
 
     device: str
     """cpu or cuda."""
     hardware: str
-    """Name in the hardware table; else the driver's or the processor's own name."""
+    """Name in the hardware table, or else the name that the driver or processor reports."""
     threads: int
     """Threads that a CPU operation may use."""
 
     def as_case(self) -> dict[str, CaseValue]:
-        """Returns the fields of a record's case, with the links where the lab shapes them."""
+        """Returns the fields of a record's case, including links if the lab shapes them."""
         return {**dataclasses.asdict(self), **link_case_fields()}
 
 
 def describe_hardware(device: torch.device) -> HardwareLocation:
-    """Names the hardware behind a device."""
+    """Returns a description of a device's hardware."""
     hardware = processor_name()
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
-        # Where the table does not hold it, the driver's own name is still the truth.
+        # If the table has no entry, the driver's name is kept.
         with contextlib.suppress(HardwareError):
             hardware = find_device(hardware).name
     return HardwareLocation(device=device.type, hardware=hardware, threads=torch.get_num_threads())
 
 
 def peak_flops(location: HardwareLocation, precision: Precision) -> float | None:
-    """Returns the dense peak for this precision, or None where no document states it."""
+    """Returns the dense peak FLOP/s for a precision, or None if the table does not list it."""
     dtype: DType = precision.compute
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         dtype = "tfloat32"
@@ -53,7 +53,7 @@ def peak_flops(location: HardwareLocation, precision: Precision) -> float | None
 
 
 def usable_memory_bytes(device: torch.device) -> int | None:
-    """Returns what may still be taken of a GPU, or of the host; None where nobody knows."""
+    """Returns the memory that is still available on a GPU or the host; None if unknown."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
@@ -61,7 +61,7 @@ def usable_memory_bytes(device: torch.device) -> int | None:
 
 
 def memory_limit_bytes(device: torch.device) -> int | None:
-    """Returns the memory of a GPU, or of the host; None where nobody knows."""
+    """Returns the total memory of a GPU or the host; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_limit_bytes()

@@ -1,14 +1,16 @@
-"""Starting ranks on this machine from a plain program, to run functions on them.
+"""Launches ranks on this machine from a plain program, to run functions on them.
 
-Phases: fork one process per rank; each joins a process group through a file of this process,
-so that no port is opened for the rendezvous and nothing listens beyond loopback; each runs the
-functions that it is sent and sends the results back. The first failure ends all ranks and reaches
-the caller with that rank's traceback. A rank reports before it leaves the group, so that the ranks
-that fail because it left cannot be first.
+1. Fork one process per rank.
+2. Each joins a process group through a file of the program, so the rendezvous opens no port and
+   nothing listens beyond loopback.
+3. Each runs the functions that it receives and sends the results back.
 
-Ranks are forked from a server that has imported torch and done nothing else: it has no threads and
-no CUDA context. The first pool of a program waits for one import of torch instead of one per rank;
-every later pool, as after a failure, starts in 0.2 s.
+The first failure ends all ranks and is raised in the caller with that rank's traceback. A rank
+reports before it leaves the group, so ranks that fail as a consequence cannot report first.
+
+Ranks are forked from a fork server that has only imported torch: it has no threads and no CUDA
+context. The first pool of a program waits for one import of torch instead of one per rank; every
+later pool, for example after a failure, starts in 0.2 s.
 """
 
 import contextlib
@@ -30,8 +32,8 @@ import torch.distributed as dist
 from paceline.core.errors import PacelineError
 from paceline.core.processes import deaf_to_interrupts
 from paceline.parallel.ranks.pending import abandon, drain
-from paceline.parallel.ranks.placement import Placement, local_placement
-from paceline.parallel.ranks.rendezvous import RENDEZVOUS_FILE, rendezvous_path
+from paceline.parallel.ranks.placement import RENDEZVOUS_FILE, Placement, local_placement
+from paceline.parallel.ranks.rendezvous import rendezvous_path
 from paceline.parallel.ranks.session import join_process_group
 from paceline.records.environment import threads_per_rank
 
@@ -54,27 +56,27 @@ def run_ranks(
     first rank that failed.
 
     Args:
-        function: Importable by the ranks.
+        function: The function, importable by the ranks.
         world_size: Number of ranks.
-        arguments: The same for every rank.
+        arguments: Arguments of the function, equal for every rank.
         backend: gloo or nccl.
-        timeout_s: After which a collective that makes no progress, or the whole run, is an error.
+        timeout_s: Timeout of each collective, and of the whole run.
     """
     with RankPool(world_size, backend=backend, timeout_s=timeout_s) as pool:
         return pool.run(function, *arguments)
 
 
 class RankPool:
-    """Ranks that stay, so that running a second function costs milliseconds.
+    """A pool of persistent ranks, so that running a second function costs milliseconds.
 
-    After a failure the ranks are gone, and the next `run` starts new ones. Ranks never outlive the
-    program that started them.
+    A failure ends all ranks, and the next `run` starts new ones. Ranks never outlive the program
+    that started them.
 
     Args:
         world_size: Number of ranks.
         backend: gloo or nccl.
-        timeout_s: After which a collective that makes no progress is an error.
-        run_timeout_s: After which a whole run is an error, by default the same.
+        timeout_s: Timeout of each collective.
+        run_timeout_s: Timeout of a whole run; `timeout_s` by default.
     """
 
     def __init__(
@@ -100,16 +102,16 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Runs ``function(rank, world_size, *arguments)`` on every rank; results by rank.
+        """Runs ``function(rank, world_size, *arguments)`` on every rank; returns results by rank.
 
         Args:
-            function: Importable by the ranks.
-            arguments: Pickled, the same for every rank.
+            function: The function, importable by the ranks.
+            arguments: Arguments of the function, pickled, equal for every rank.
         """
         if not self._processes:
             self._start()
         try:
-            # A rank that is gone already breaks the pipe; collecting says which, and why.
+            # A rank that has already exited breaks the pipe; `_collect` reports which, and why.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 for connection in self._connections:
                     connection.send((function, arguments))
@@ -119,7 +121,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """Ends the ranks in an orderly way."""
+        """Shuts the ranks down; kills those that have not exited after ten seconds."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + 10
@@ -163,8 +165,11 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = ", ".join(str(rank) for rank in waiting.values())
-                raise RankError(f"rank {late} did not finish within {self._run_timeout_s:g} s")
+                late = sorted(waiting.values())
+                raise RankError(
+                    f"{len(late)} of {self.world_size} ranks did not finish within "
+                    f"{self._run_timeout_s:g} s: {', '.join(map(str, late))}"
+                )
             failures: list[tuple[float, str]] = []
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -172,7 +177,7 @@ class RankPool:
                 try:
                     failed_at, result = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    # Last among the failures: a rank that could say why is worth more.
+                    # Sorted last: a failure with a traceback is more useful.
                     failed_at, result = math.inf, "it ended without a result (killed?)"
                 if failed_at is None:
                     results[rank] = result
@@ -194,10 +199,11 @@ class RankPool:
 
 
 def _end_with_program() -> None:
-    """Ends this rank as soon as the program that uses it has ended, whatever the rank is doing.
+    """Kills this rank as soon as the program that started the pool has ended.
 
-    The kernel could end it with its parent. But that is the server, which outlives the program as
-    long as a rank lives: every rank has the pipe open on which the server waits for the end.
+    The kernel's parent-death signal does not help. The parent is the fork server, which outlives
+    the program as long as a rank lives: every rank holds open the pipe whose end-of-file ends the
+    server.
     """
     program = multiprocessing.parent_process()
     assert program is not None
@@ -214,7 +220,7 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     threading.Thread(target=_end_with_program, daemon=True).start()
-    # The server has kept the environment of the program's first pool.
+    # The fork server still has the environment of the program's first pool.
     os.environ.clear()
     os.environ.update(environment)
     rank, world_size = placement.rank, placement.world_size

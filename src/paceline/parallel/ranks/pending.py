@@ -1,14 +1,14 @@
-"""Communication that was started, and its end.
+"""Communication in flight, and waiting for its completion.
 
-On a CPU waiting blocks the program, so that whoever waits first has waited for all. On a GPU
-waiting only orders the current stream behind the message: every stream that goes on to use the
-memory has to wait by itself, however many have done so before.
+On a CPU, waiting blocks the program, so one wait serves all users of the message. On a GPU, waiting
+only orders the current stream after the message: every stream that uses the memory must wait
+separately.
 
-Nothing may outlive its process group. A message of gloo that is in flight when the group goes keeps
-the group's threads alive until the interpreter ends, which aborts the process now and then. So
-what is in flight is known here, and `drain` waits for it: before a session leaves its group, and
-when a program ends that has made its group by itself. After an error nobody waits: the other ranks
-may be gone.
+No message may outlive its process group. A gloo message in flight when the group is destroyed keeps
+the group's threads alive until the interpreter exits, which sometimes aborts the process. This
+module therefore tracks all messages in flight, and `drain` waits for them: before a session leaves
+its group, and at the exit of a program that created its group itself. After an error there is no
+such wait: the other ranks may be gone.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from paceline.parallel.ranks.waiting import counted_wait
 
 
 class CollectiveError(PacelineError):
-    """A collective failed or timed out, naming rank, operation and size."""
+    """A collective failed or timed out; the message names rank, operation and size."""
 
 
 def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> CollectiveError:
@@ -41,10 +41,10 @@ def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> Col
 
 
 def explain_failures(explain: Callable[[], str | None]) -> None:
-    """Has a method asked what it knows of the cause when a collective has failed.
+    """Registers a method that may explain the cause of a failed collective.
 
     Args:
-        explain: Its object is not kept alive.
+        explain: Returns an explanation or None; its object is not kept alive.
     """
     _explain[:] = [reference for reference in _explain if reference() is not None]
     _explain.append(weakref.WeakMethod(explain))
@@ -54,14 +54,14 @@ _explain: list[weakref.WeakMethod[Callable[[], str | None]]] = []
 
 
 class Pending:
-    """Communication that was started.
+    """An operation in flight.
 
     Args:
-        operation: What it is, for messages.
-        num_bytes: Its size, for messages.
-        works: What to wait for.
-        device: Where the memory is.
-        direct: Whether these are messages from rank to rank, which end unseen unless waited for.
+        operation: Name of the operation, for error messages.
+        num_bytes: Size of the operation, for error messages.
+        works: The handles to wait for.
+        device: The device of the memory.
+        direct: Whether these are point-to-point messages, which report completion only to a wait.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class Pending:
         self._lock = threading.Lock()
         self._failure: CollectiveError | None = None
         self._ordered: set[Hashable] = set()
-        """Streams of a GPU that are behind the messages already."""
+        """GPU streams that have already waited for the messages."""
         self._is_over = not self._works
-        """Whether nobody has to wait any more."""
+        """Whether no further wait is necessary."""
         self._watcher: threading.Thread | None = None
         if self._works and device_clock.current_stream(device) is None:
             _in_flight[self] = None
 
     def is_completed(self) -> bool:
-        """Whether waiting would take no time; asking is for measurements, not for decisions.
+        """Returns whether the operation has completed; use for measurements, not for decisions.
 
-        Direct messages are over when someone has waited for them: from the first question on, a
-        thread does.
+        Completion of direct messages is known only after a wait. The first call starts a thread
+        that waits for them.
         """
         if not self._is_direct:
             return all(work.is_completed() for work in self._works)
@@ -102,7 +102,7 @@ class Pending:
         return not self._watcher.is_alive()
 
     def when_over(self, tell: Callable[[], None]) -> None:
-        """Calls somebody at the end of direct messages, from a thread; for measurements."""
+        """Calls a function from a thread when direct messages complete; for measurements."""
         if self._is_direct:
 
             def wait_and_tell() -> None:
@@ -113,13 +113,13 @@ class Pending:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the program, or the current stream of a GPU, has waited for the end already."""
+        """Whether the program, or the current GPU stream, has already waited without an error."""
         if self._failure is not None:
             return False
         return self._is_over or device_clock.current_stream(self._device) in self._ordered
 
     def wait(self) -> None:
-        """Waits for the end, on a GPU in the current stream; an error names the operation."""
+        """Waits for completion, on a GPU in the current stream; raises `CollectiveError`."""
         if not self._is_over:
             with counted_wait():
                 self._wait_once()
@@ -150,16 +150,16 @@ class Pending:
 
 
 _in_flight: dict[Pending, None] = {}
-"""Messages that nobody has waited for yet, in the order in which they were started."""
+"""CPU operations that have not been waited for, in the order of their start."""
 
 
 def drain(device: torch.device) -> None:
-    """Waits for all that is in flight, whoever has started it, for the group's timeout at most.
+    """Waits for all operations in flight, at most for the group's timeout.
 
-    Messages that fail now are of no use to anyone, so that nothing is raised.
+    Raises nothing: no caller uses the messages any more.
 
     Args:
-        device: What this rank computes on.
+        device: The device that this rank computes on.
     """
     for pending in list(_in_flight):
         pending._wait_once()
@@ -167,7 +167,7 @@ def drain(device: torch.device) -> None:
 
 
 def abandon() -> None:
-    """Lets the program end without waiting for what is in flight, as after an error."""
+    """Disables the wait for operations in flight at program exit; call after an error."""
     atexit.unregister(_drain_at_exit)
 
 

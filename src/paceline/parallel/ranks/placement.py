@@ -1,9 +1,9 @@
-"""Which rank this process is, as its launcher says through the environment.
+"""Determines this process's rank from the environment variables of its launcher.
 
-Launchers: torchrun (and everything that sets RANK and WORLD_SIZE as it does, such as
-`paceline lab run`), Slurm with one task per rank, Slurm with one task per host that is to
-start a rank per GPU, and none. Pure functions of the environment, so that every case can
-be tested without a cluster.
+Launchers: torchrun (and all that set RANK and WORLD_SIZE the same way, such as
+`paceline lab run`), Slurm with one task per rank, Slurm with one task per host that starts
+a rank per GPU, and none. Except for queries to Slurm's `scontrol`, these are pure functions of
+the environment, so every case can be tested without a cluster.
 """
 
 import dataclasses
@@ -13,31 +13,34 @@ from typing import Literal
 
 from paceline.core.errors import UsageError
 
+RENDEZVOUS_FILE = "PACELINE_RENDEZVOUS_FILE"
+"""Set for ranks that Paceline starts itself: the file of their rendezvous."""
+
 Launcher = Literal["torchrun", "slurm", "spawn", "none"]
 
-# srun sets it; the script of sbatch, which is one process however many tasks the job has, only has
+# Set by srun. An sbatch script, a single process regardless of the number of tasks, has only
 # SLURM_PROCID.
 _SLURM_STEP = "SLURM_STEP_ID"
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-# Above the ports that services register, below those that the kernel hands out on its own.
+# Above the ports of common services, below the kernel's ephemeral port range.
 _FIRST_PORT = 15_000
 _NUM_PORTS = 15_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One rank among all, and where they meet."""
+    """The position of one rank among all ranks, and the address of their rendezvous."""
 
     launcher: Launcher
-    """What started it."""
+    """The launcher that started it."""
     rank: int
     """Index among all ranks."""
     world_size: int
     """Number of all ranks."""
     local_rank: int
-    """Index among the ranks of this host; also of the accelerator to use."""
+    """Index among the ranks of this host, and of its accelerator if all are visible."""
     local_world_size: int
     """Number of ranks on this host."""
     host: int
@@ -45,9 +48,9 @@ class Placement:
     num_hosts: int
     """Number of hosts."""
     master_address: str | None = None
-    """Where the ranks meet; None when they are alone or meet in a file."""
+    """Address of the rendezvous; None for a single rank or a rendezvous in a file."""
     master_port: int | None = None
-    """The port at that address."""
+    """Port of the rendezvous."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -61,7 +64,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostPlacement:
-    """A process that is to start the ranks of its host."""
+    """The position of a process that must start the ranks of its host."""
 
     host: int
     num_hosts: int
@@ -73,10 +76,10 @@ class HostPlacement:
 def find_placement(
     environment: Mapping[str, str], ranks_per_host: int
 ) -> Placement | HostPlacement:
-    """Finds this process's place among the ranks.
+    """Returns this process's placement among the ranks.
 
-    `ranks_per_host` counts where no launcher has started the ranks: a plain script, or the
-    only Slurm task of its host.
+    `ranks_per_host` applies only if no launcher has started the ranks: in a plain script, or in
+    the only Slurm task of a host.
     """
     if "RANK" in environment:
         return _from_variables(environment)
@@ -88,7 +91,7 @@ def find_placement(
 
 
 def local_placement(launcher: Launcher, rank: int, world_size: int) -> Placement:
-    """Returns one rank among those of a single host."""
+    """Returns the placement of a rank of a single-host run."""
     return Placement(
         launcher=launcher,
         rank=rank,
@@ -101,21 +104,21 @@ def local_placement(launcher: Launcher, rank: int, world_size: int) -> Placement
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Returns whether a launcher has started this process as one of several, or may have.
+    """Returns whether a launcher has, or may have, started this process as one of several ranks.
 
     Args:
-        environment: The process's variables.
+        environment: The process's environment variables.
     """
     if "RANK" in environment:
         return True
-    # A step of one task is a shell or a plain script, not one rank of several.
+    # A Slurm step with one task is a shell or a plain script, not one rank of several.
     return _SLURM_STEP in environment and environment.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
 def accelerator_index(placement: Placement, num_visible: int) -> int:
-    """Returns which of the visible accelerators this rank uses.
+    """Returns the index of this rank's accelerator among the visible ones.
 
-    A launcher may show each rank all accelerators of its host, or only its own one.
+    A launcher may make all accelerators of the host visible to each rank, or only its own.
     """
     if num_visible >= placement.local_world_size:
         return placement.local_rank
@@ -128,12 +131,12 @@ def accelerator_index(placement: Placement, num_visible: int) -> int:
 
 
 def slurm_accelerators(environment: Mapping[str, str]) -> int | None:
-    """Returns how many accelerators Slurm gave this task's host, where it says so."""
+    """Returns the number of accelerators that Slurm allocated on this host, None if unknown."""
     return _integer(environment, "SLURM_GPUS_ON_NODE", None)
 
 
 def job_port(environment: Mapping[str, str]) -> int:
-    """Derives a port from the job, so that two jobs on one host do not meet each other."""
+    """Returns a port derived from the Slurm job, to avoid collisions between jobs on one host."""
     job = _integer(environment, "SLURM_JOB_ID", 0) or 0
     step = _integer(environment, "SLURM_STEP_ID", 0) or 0
     return _FIRST_PORT + (job * 61 + step) % _NUM_PORTS
@@ -153,7 +156,7 @@ def _from_variables(environment: Mapping[str, str]) -> Placement:
     local_rank = _integer(environment, "LOCAL_RANK", None)
     host = _integer(environment, "GROUP_RANK", None)
     return Placement(
-        launcher="spawn" if "PACELINE_RENDEZVOUS_FILE" in environment else "torchrun",
+        launcher="spawn" if RENDEZVOUS_FILE in environment else "torchrun",
         rank=rank,
         world_size=world_size,
         local_rank=rank % local_world_size if local_rank is None else local_rank,
@@ -196,7 +199,7 @@ def _from_slurm(environment: Mapping[str, str], ranks_per_host: int) -> Placemen
 
 
 def _tasks_on_host(environment: Mapping[str, str], host: int) -> int:
-    """Expands Slurm's list of tasks per host, such as ``2(x3),1``."""
+    """Returns the number of tasks on a host, from Slurm's compressed list such as ``2(x3),1``."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, repeat = part.partition("(x")
@@ -212,7 +215,7 @@ def _first_slurm_address(environment: Mapping[str, str]) -> str:
     if not nodes:
         raise UsageError("SLURM_STEP_NODELIST is not set: was this started by srun?")
     first = _scontrol("show", "hostnames", nodes).split()[0]
-    # A node's name need not resolve; the controller knows the address that it is reached by.
+    # A node's name need not resolve; the Slurm controller knows its address.
     for field in _scontrol("show", "node", "--oneliner", first).split():
         if field.startswith("NodeAddr="):
             return field.removeprefix("NodeAddr=")

@@ -1,7 +1,7 @@
-"""What a rank's gradients count for in an average, known on the device and not on the host.
+"""The weight of a rank's gradients in an average, kept on the device.
 
-Reading the sum of all weights would make the program wait for the device in every backward pass, so
-it stays a tensor, and so does the factor that is made of it.
+Reading the sum of all weights on the host would wait for the device in every backward pass, so the
+sum and the factor computed from it stay tensors.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 _SMALL_ELEMENTS = 2**14
-"""Up to so many, calls for one tensor cost more than a second pass over its memory."""
+"""Up to this size, a call per tensor costs more than a second pass over its memory."""
 
 
 class RankWeight:
-    """A factor of this rank's gradients.
+    """A scale factor for this rank's gradients.
 
     Args:
-        factor: A number, or a tensor without dimensions on the gradients' device.
-        is_void: On a rank whose own weight is zero, a tensor that says whether it counts for
-            nothing; it does unless all ranks' are.
+        factor: A number, or a zero-dimensional tensor on the gradients' device.
+        is_void: On a rank with weight zero, a boolean tensor that is true unless all ranks have
+            weight zero: the rank's gradients are then replaced with zeros.
     """
 
     def __init__(self, factor: float | Tensor, is_void: Tensor | None = None) -> None:
@@ -28,30 +28,31 @@ class RankWeight:
 
     @classmethod
     def of(cls, own: float, total: Tensor, num_ranks: int) -> "RankWeight":
-        """Returns a weight's part of the sum of all ranks' weights; if that is zero, all are alike.
+        """Returns a weight's share of the sum of all weights; equal shares if the sum is zero.
 
         Args:
             own: This rank's weight.
-            total: The sum over the ranks.
-            num_ranks: How many there are.
+            total: The sum of all ranks' weights.
+            num_ranks: Number of ranks.
         """
         is_counted = total > 0
         factor = torch.where(is_counted, own / total, 1 / num_ranks)
         return cls(factor, is_counted if own == 0 else None)
 
     def scale(self, tensors: list[Tensor]) -> None:
-        """Multiplies tensors in place; where this rank counts for nothing, they become zero."""
+        """Scales tensors in place; sets them to zero if this rank has weight zero."""
         torch._foreach_mul_(tensors, self._factor)
         if self._is_void is not None:
             for tensor in tensors:
-                tensor.masked_fill_(self._is_void, 0)  # Zero times what is not finite is not zero.
+                tensor.masked_fill_(self._is_void, 0)  # Zero times inf or NaN is NaN, not zero.
 
     def scale_into(self, gradients: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Writes multiples of gradients to tensors of the same shapes.
+        """Writes scaled gradients to tensors of the same shapes.
 
-        Small ones are copied and multiplied together, because each call costs more than what it
-        does; large ones in one pass over memory each. In a wider dtype they are multiplied as
-        copies, and on the way to a narrower one, so that each number is rounded once.
+        Small gradients are copied and scaled as a group, because a call per tensor would dominate
+        their cost. Large gradients are scaled in one pass over memory each. To round each number
+        only once, gradients are scaled after the copy to a wider dtype, but before the conversion
+        to a narrower one.
         """
         together: list[tuple[Tensor, Tensor]] = []
         for gradient, target in zip(gradients, targets, strict=True):

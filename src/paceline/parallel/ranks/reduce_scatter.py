@@ -1,17 +1,17 @@
-"""Reduce-scatter and all-gather, as each backend does them cheapest.
+"""Reduce-scatter and all-gather, implemented in the cheapest way for each backend.
 
-A flat tensor is cut into one shard per rank. `start_reduce_scatter` adds up every rank's tensor and
-leaves each rank the sum of its own shard; `start_all_gather` gives all ranks every rank's shard.
-Either moves (n - 1)/n of the tensor into and out of each of n ranks, half of what an all-reduce
-moves, if both directions of a link are in use at the same time.
+A flat tensor is divided into one shard per rank. `start_reduce_scatter` sums all ranks' tensors and
+leaves each rank the sum of its own shard. `start_all_gather` gives all ranks every rank's shard.
+Each moves (n - 1)/n of the tensor into and out of each of n ranks, half the traffic of an
+all-reduce, if both directions of a link are in use at the same time.
 
-NCCL has each as one call that works in place. gloo has none that does: its reduce-scatter is an
-all-reduce inside, its all-to-all and its broadcasts use one direction of a link at a time. Here
-every rank sends each other one its shard, and receives theirs, point to point; a rank adds up
-what it gets. At 1 Gbit/s, 33 MB are reduced in 154 ms between two hosts and 260 between four, and
-gathered in 142 and 251, where an all-reduce takes 281 and 436, gloo's all-to-all 283 and 392, its
-all-gather 232 and 274 (results/sharding-exchange.jsonl). So many messages are only for a small
-number of ranks: beyond it, their number would cost more than the link.
+NCCL implements each as one in-place call. gloo has no efficient equivalent: its reduce-scatter is
+internally an all-reduce, and its all-to-all and broadcasts use one direction of a link at a time.
+With gloo, every rank therefore exchanges shards with every other rank point to point, and sums the
+shards that it receives. At 1 Gbit/s, a reduce-scatter of 33 MB takes 154 ms between two hosts and
+260 between four, and an all-gather 142 and 251, where an all-reduce takes 281 and 436, gloo's
+all-to-all 283 and 392, its all-gather 232 and 274 (results/sharding-exchange.jsonl). Direct
+exchange is limited to few ranks: beyond that, the number of messages would cost more than the link.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from paceline.parallel.ranks.collectives import all_gather_single, reduce_scatte
 from paceline.parallel.ranks.pending import Pending
 
 _MOST_PEERS = 16
-"""Up to so many ranks send to each other directly."""
+"""Up to this many ranks exchange messages directly."""
 
-# Each kind is matched in its own order, whatever else is sent between two ranks.
+# Separate tags, so that each kind is matched in its own order, independent of other messages.
 _REDUCE_SCATTER_TAG = 40_001
 _ALL_GATHER_TAG = 40_002
 
 
 class ReduceScatter(Pending):
-    """A sum of every rank's message, of which each rank gets its own shard.
+    """A reduce-scatter in flight.
 
     Args:
-        message: What is sent; it must stay as it is until then.
-        summands: What arrives: every rank's part of this rank's shard, or the sum alone.
-        works: What to wait for.
+        message: The sent tensor; it must not change until it has been sent.
+        summands: The received tensors: every rank's summand of this rank's shard, or just the sum.
+        works: The handles to wait for.
         direct: As for `Pending`.
     """
 
@@ -56,9 +56,10 @@ class ReduceScatter(Pending):
         self._summands = summands
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Adds this rank's shard of the sum to a tensor, or replaces what is in it.
+        """Adds this rank's shard of the sum to a tensor, or overwrites the tensor with it.
 
-        Summands are added up in the wider dtype of theirs and the target's. Their memory is used.
+        Summands are added in the wider of their dtype and the target's. The memory of the summands
+        may be overwritten.
         """
         first, *others = self._summands
         if first.dtype.itemsize > target.dtype.itemsize:
@@ -76,17 +77,17 @@ class ReduceScatter(Pending):
 
 
 def works_in_place(device: torch.device) -> bool:
-    """Whether the device's backend has both collectives as one call each, in place."""
+    """Returns whether the device's backend has both collectives as in-place calls."""
     return device.type == "cuda"
 
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ranks send to each other, so that both collectives may mix in any order."""
+    """Returns whether ranks exchange messages directly; the two collectives may then interleave."""
     return not works_in_place(device) and dist.get_world_size(group) <= _MOST_PEERS
 
 
 def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
-    """Starts to add up equally long flat messages; their length is a multiple of the ranks."""
+    """Starts a reduce-scatter of flat messages; their length must be a multiple of the ranks."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = message.view(num_ranks, message.numel() // num_ranks)
     if num_ranks == 1:
@@ -110,11 +111,11 @@ def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceSca
 
 
 def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup) -> Pending:
-    """Starts to give all ranks every rank's shard of a flat tensor, in place.
+    """Starts an in-place all-gather of the shards of a flat tensor.
 
     Args:
-        flat: On each rank, its own shard holds the values to send.
-        borders: Where shards begin, in the order of ranks, and where the last one ends.
+        flat: The full tensor; on each rank, its own shard holds the values to send.
+        borders: Start of each rank's shard, in rank order, followed by the end of the last one.
         group: The ranks.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -126,8 +127,8 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
         return Pending(name, flat.nbytes, works, flat.device)
     shards = _cut(flat, borders)
     peers = _peers(rank, num_ranks)
-    # Parameters may be in flight when a profiler stops, and a message that it has seen begin would
-    # end in memory that it has freed.
+    # Parameters may be in flight when a profiler stops. A message whose start it has recorded would
+    # record its end in memory that the profiler has freed.
     with _unseen_by_profilers():
         works = _swap(
             dict.fromkeys(peers, shards[rank]),
@@ -147,13 +148,13 @@ def _gather_by_collectives(
 ) -> list[dist.Work | None]:
     rank = dist.get_rank(group)
     own = flat[borders[rank] : borders[rank + 1]]
-    # Equal shards are not looked at one by one: there may be thousands.
+    # A range means equal shards, which need not be sliced: there may be thousands.
     if isinstance(borders, range):
         return [all_gather_single(flat, own, group=group, async_op=True)]
     shards = _cut(flat, borders)
     if works_in_place(flat.device):
         return [dist.all_gather(shards, own, group=group, async_op=True)]
-    # gloo gathers equal shards only.
+    # gloo's all-gather supports only equal shards.
     return [
         dist.broadcast(shard, group=group, group_src=source, async_op=True)
         for source, shard in enumerate(shards)
@@ -162,14 +163,14 @@ def _gather_by_collectives(
 
 
 def _peers(rank: int, num_ranks: int) -> list[int]:
-    """Returns the other ranks, beginning with the next, so that not all send to the same first."""
+    """Returns the other ranks, beginning with the next, so that ranks start with distinct peers."""
     return [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
 
 def _swap(
     sent: dict[int, Tensor], received: dict[int, Tensor], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work | None]:
-    """Starts to receive from and to send to ranks; what is empty is left out on both sides."""
+    """Starts receives from and sends to other ranks; both sides skip empty tensors."""
     receipts = [
         dist.irecv(tensor, group=group, group_src=peer, tag=tag)
         for peer, tensor in received.items()

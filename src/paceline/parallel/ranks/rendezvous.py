@@ -1,18 +1,18 @@
-"""Where ranks meet: the store through which a process group is made.
+"""Rendezvous: the store through which ranks create a process group.
 
-Ranks of one host meet in a file, ranks of several on a socket that the first rank binds to one
-address. Under torchrun there is a store already, the agent's, and it outlives an attempt: ranks
-that were restarted may read the addresses of dead ones in it, and never meet. The count of restarts
-as a prefix does not help: it stays as it is when a host joins. So the first rank of every attempt
-opens a store of its own, and the agent's store only says where that is:
+Ranks of one host use a file. Ranks of several hosts use a socket that the first rank binds to one
+address. Under torchrun the elastic agent already has a store, but it outlives an attempt: restarted
+ranks may read the addresses of dead ranks from it, and never connect. The restart count as a prefix
+does not help: it does not change when a host joins. The first rank of every attempt therefore opens
+a separate store, and the agent's store only holds its address:
 
 1. The first rank opens the store, puts a nonce into it, and overwrites one key of the agent's store
-   with address, port and nonce.
-2. The others read that key and connect. The store of a dead attempt does not answer; that of one
-   which is about to end has another nonce, another number of ranks, or this rank in it already:
-   read the key again.
-3. Every rank signs in and waits for the others. If the key changes meanwhile, the attempt was
-   overtaken: begin again with 2.
+   with address, port, nonce and world size.
+2. The others read that key and connect. The store of a dead attempt does not answer. The store of
+   an attempt that is about to end has another nonce, another world size, or an entry for this rank.
+   In all these cases, read the key again.
+3. Every rank signs in and waits for the others. If the key changes meanwhile, a newer attempt has
+   replaced this one: go back to 2.
 """
 
 import contextlib
@@ -34,25 +34,23 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import PacelineError, UsageError
-from paceline.parallel.ranks.placement import Placement
-
-RENDEZVOUS_FILE = "PACELINE_RENDEZVOUS_FILE"
+from paceline.parallel.ranks.placement import RENDEZVOUS_FILE, Placement
 
 _KEY = "paceline/attempt"
 _NONCE = "paceline/nonce"
 _NUM_JOINED = "paceline/joined"
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=3)
-"""For one try: a host that is gone does not refuse, it is silent."""
+"""Timeout of one try: a dead host does not refuse a connection, it never answers."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class RendezvousError(PacelineError):
-    """Ranks that did not meet in time, naming those that are missing."""
+    """Ranks did not connect in time; the message names the missing ranks or the store."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Attempt:
-    """What the agent's store says of the newest attempt."""
+    """The agent's store entry for the newest attempt."""
 
     address: str
     port: int
@@ -61,7 +59,7 @@ class _Attempt:
 
 
 def make_store(placement: Placement, timeout: datetime.timedelta) -> Store:
-    """Returns the store of ranks that no elastic agent has started."""
+    """Returns the store for ranks that were not started by an elastic agent."""
     if placement.world_size == 1:
         return HashStore()
     if (path := os.environ.get(RENDEZVOUS_FILE)) is not None:
@@ -82,12 +80,12 @@ def make_store(placement: Placement, timeout: datetime.timedelta) -> Store:
 
 
 def _bound_socket(address: str, port: int) -> int:
-    """Returns a socket that listens on one address only; the store takes it over."""
+    """Returns a socket that listens on one address only; the store takes ownership of it."""
     try:
         family, _, _, _, socket_address = socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM
         )[0]
-        # Many systems give a host's own name a loopback address, where no other host reaches it.
+        # Many systems resolve a host's own name to a loopback address, which no other host reaches.
         resolved = ipaddress.ip_address(str(socket_address[0]))
         if resolved.is_loopback and address not in ("localhost", str(resolved)):
             raise UsageError(
@@ -112,7 +110,7 @@ def _bound_socket(address: str, port: int) -> int:
 
 
 def attempt_store(placement: Placement, timeout: datetime.timedelta) -> Store:
-    """Returns a store that only this attempt's ranks use, found through the agent's of torchrun."""
+    """Returns the store of this attempt only, found through the store of torchrun's agent."""
     assert placement.master_address is not None
     assert placement.master_port is not None
     agent = TCPStore(
@@ -144,7 +142,7 @@ def attempt_store(placement: Placement, timeout: datetime.timedelta) -> Store:
 
 
 class _Deadline:
-    """A bound on waiting, and pauses that grow meanwhile."""
+    """A deadline with growing pauses for polling."""
 
     def __init__(self, timeout: datetime.timedelta) -> None:
         self.seconds = timeout.total_seconds()
@@ -152,11 +150,11 @@ class _Deadline:
         self._pause_s = _FIRST_PAUSE_S
 
     def is_over(self) -> bool:
-        """Whether there is no time left."""
+        """Returns whether the deadline has passed."""
         return time.monotonic() > self._end
 
     def pause(self) -> None:
-        """Sleeps, a little longer every time."""
+        """Sleeps, longer with each call."""
         time.sleep(self._pause_s)
         self._pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 1.3)
 
@@ -192,8 +190,8 @@ def _open_attempt(
                 if not store.check([_rank_key(rank)])
             ]
             raise RendezvousError(
-                f"rank 0: rank {', '.join(missing)} did not connect to {address}:{port} within "
-                f"{deadline.seconds:g} s"
+                f"rank 0: {len(missing)} of {placement.world_size} ranks did not connect to "
+                f"{address}:{port} within {deadline.seconds:g} s: {', '.join(missing)}"
             )
         deadline.pause()
     return store
@@ -202,8 +200,8 @@ def _open_attempt(
 def _join_attempt(
     agent: Store, attempt: _Attempt, placement: Placement, deadline: _Deadline
 ) -> Store | None:
-    """Returns the attempt's store when all ranks are in it, None if it is not the right one."""
-    # Connecting logs a warning per try, and what is tried may well be dead.
+    """Returns the attempt's store once all ranks have signed in; None if it is the wrong one."""
+    # Probes the port first: TCPStore logs a warning for each try, and the store may be dead.
     try:
         with socket.create_connection(
             (attempt.address, attempt.port), _CONNECT_TIMEOUT.total_seconds()
@@ -228,7 +226,7 @@ def _join_attempt(
 
 
 def _sign_in(store: Store, rank: int) -> bool:
-    """Counts a rank in, unless it was counted before: then the store is of an older attempt."""
+    """Signs a rank in; returns False if it already was, so the store is of an older attempt."""
     is_first = store.add(_rank_key(rank), 1) == 1
     if is_first:
         store.add(_NUM_JOINED, 1)
@@ -246,7 +244,7 @@ def _read_attempt(agent: Store) -> _Attempt | None:
 
 
 def _own_address(address: str, port: int) -> str:
-    """Returns the address of this host from which another is reached; nothing is sent."""
+    """Returns the local address of the route to another host; sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -254,7 +252,7 @@ def _own_address(address: str, port: int) -> str:
 
 
 def free_socket(address: str) -> tuple[int, int]:
-    """Returns a socket that listens on one address only, and its port; the store takes it over."""
+    """Returns a listening socket on one address only, for a store to take over, and its port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         port: int = listener.getsockname()[1]
@@ -265,9 +263,9 @@ def free_socket(address: str) -> tuple[int, int]:
 def rendezvous_path() -> Iterator[str]:
     """Yields the path of an empty file for a `FileStore`.
 
-    On Linux the file is in memory and its path leads through this process, so that nothing is
-    left on the disk even when this process is killed; only processes of the same user can open
-    it. Elsewhere it is in a private temporary directory.
+    On Linux the file is in memory and its path refers to this process, so nothing is left on disk
+    even if this process is killed; only processes of the same user can open it. On other systems it
+    is in a private temporary directory.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create("paceline-rendezvous")

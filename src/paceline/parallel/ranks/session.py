@@ -1,13 +1,13 @@
-"""One way to become a rank, wherever the process was started.
+"""Joins the process group, regardless of how the process was started.
 
 `distributed_session` joins the process group that torchrun, Slurm or `paceline lab run`
-describe in the environment. Where nobody has started ranks (a plain script, or one Slurm
+describe in the environment. If no launcher has started ranks (a plain script, or one Slurm
 task per host with several GPUs), it starts copies of the running script, one per rank, and
 exits with their exit code: the body runs in the copies only.
 
-Ranks on one host meet in a file or on a socket that is bound to loopback, and talk over
-loopback; ranks on several hosts meet on a socket that is bound to the first host's address.
-torch.distributed has no authentication, so nothing listens more widely than it must.
+Ranks on one host rendezvous in a file or on a socket bound to loopback, and communicate over
+loopback. Ranks on several hosts rendezvous on a socket bound to the first host's address.
+torch.distributed has no authentication, so sockets listen on as few addresses as possible.
 """
 
 import contextlib
@@ -32,18 +32,14 @@ from paceline.core.processes import (
 )
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import (
+    RENDEZVOUS_FILE,
     HostPlacement,
     Placement,
     accelerator_index,
     find_placement,
     slurm_accelerators,
 )
-from paceline.parallel.ranks.rendezvous import (
-    RENDEZVOUS_FILE,
-    attempt_store,
-    make_store,
-    rendezvous_path,
-)
+from paceline.parallel.ranks.rendezvous import attempt_store, make_store, rendezvous_path
 from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
 from paceline.records.environment import threads_per_rank
 
@@ -52,12 +48,12 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """A rank, its device, and the group that it belongs to."""
+    """A rank, its device and its backend."""
 
     placement: Placement
-    """Which rank this is."""
+    """This rank's position among all ranks."""
     device: torch.device
-    """What it computes on."""
+    """The device that it computes on."""
     backend: str
     """nccl or gloo."""
 
@@ -80,15 +76,15 @@ def distributed_session(
     timeout_s: float = 600.0,
     grace_s: float = TERMINATION_GRACE_S,
 ) -> Iterator[Session]:
-    """Joins the process group, and leaves it in the end.
+    """Joins the process group on entry and leaves it on exit.
 
     Args:
-        ranks_per_host: How many ranks to start where no launcher has; by default one per GPU,
-            or one. Under torchrun, the lab and Slurm with a task per rank it is not used.
+        ranks_per_host: Number of ranks to start if no launcher has; by default one per GPU, or one.
+            Ignored under torchrun, the lab and Slurm with a task per rank.
         device: auto, cpu or cuda. cuda means NCCL and the GPU of the local rank, cpu gloo.
-        timeout_s: After which a collective that makes no progress is an error.
-        grace_s: How long ranks that are started here may take to end when this process is asked to
-            stop; the signal is passed on to them.
+        timeout_s: Timeout of each collective.
+        grace_s: Time that ranks started here have to exit when this process receives a stop signal,
+            which it forwards to them.
     """
     die_with_agent(os.environ)
     device_type = _device_type(device)
@@ -106,8 +102,9 @@ def distributed_session(
     try:
         yield Session(placement=placement, device=own_device, backend=backend)
     except BaseException:
-        # A rank that fails keeps its connections until its process ends: were they closed before,
-        # its peers would fail of that and could be the first to be noticed. Alone it has no peers.
+        # A failed rank keeps its connections until its process exits. If it closed them earlier,
+        # its peers would fail too, and the launcher could blame one of them. A single rank has no
+        # peers.
         abandon()
         if placement.world_size == 1:
             dist.destroy_process_group()
@@ -129,7 +126,7 @@ def join_process_group(
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.world_size > 1:
         store = attempt_store(placement, timeout)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun without a store of its own gives every attempt a port of its own.
+        # Without an agent store, torchrun uses a new port for every attempt.
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         return
     else:
@@ -160,7 +157,7 @@ def _default_ranks_per_host(device_type: str) -> int:
 
 
 def _run_copies(host: HostPlacement, grace_s: float) -> int:
-    """Starts a copy of this script per local rank and returns their exit code."""
+    """Runs one copy of this script per local rank and returns their exit code."""
     if hasattr(sys, "ps1") or sys.orig_argv[1:] in ([], ["-"]):
         raise UsageError(
             "distributed_session starts copies of the running script, and there is none here; "

@@ -1,6 +1,6 @@
-"""How long this process has waited for messages: what is left of a step is its own work.
+"""Time that this process has waited for messages; the rest of a step is its own work.
 
-On a GPU the host does not wait, so that nothing is counted there.
+On a GPU the host does not wait, so nothing is counted.
 """
 
 import contextlib
@@ -16,9 +16,10 @@ class _Waited:
 
 @contextlib.contextmanager
 def counted_wait() -> Iterator[None]:
-    """Counts the time until it is closed, in the main thread: others wait beside the work.
+    """Counts the time spent inside the context as waiting.
 
-    Inside of another wait nothing is counted twice.
+    Counts only in the main thread, because waits of other threads overlap with work. Nested waits
+    are counted once.
     """
     if _Waited.is_counting or threading.current_thread() is not threading.main_thread():
         yield
@@ -33,5 +34,5 @@ def counted_wait() -> Iterator[None]:
 
 
 def waited_s() -> float:
-    """Returns the seconds that the main thread has waited for messages since it began."""
+    """Returns the seconds that the main thread has waited for messages since program start."""
     return _Waited.seconds

@@ -1,1 +1,1 @@
-"""Averaging gradients while backward produces them: what DDP, ZeRO and FSDP build on."""
+"""Gradient averaging overlapped with backward: the common base of DDP, ZeRO and FSDP."""

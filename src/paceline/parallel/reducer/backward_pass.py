@@ -1,4 +1,4 @@
-"""One backward pass and its communication: what is known while it lasts, and what remains."""
+"""State of one backward pass and its communication, and the statistics that remain of it."""
 
 import collections
 import dataclasses
@@ -16,15 +16,15 @@ from paceline.parallel.ranks.rank_weight import RankWeight
 AnyWork: TypeAlias = dist.Work | Pending
 
 OUTSIDE_BACKWARD = -1
-"""What `current_pass` returns where no backward pass is going on."""
+"""Returned by `current_pass` outside of backward."""
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Returns the autograd engine's number for the innermost backward pass that is going on."""
+"""Returns the autograd engine's ID of the innermost current backward pass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketStats:
-    """One bucket of the last synchronisation; seconds from the start of backward."""
+    """One bucket of a synchronisation; times are seconds since the start of backward."""
 
     num_bytes: int
     num_parameters: int
@@ -34,44 +34,45 @@ class BucketStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SynchronizationStats:
-    """The last synchronisation on this rank."""
+    """Statistics of the last synchronisation on this rank."""
 
     buckets: tuple[BucketStats, ...]
-    """Each bucket's size, launch and finish, in the order of the plan."""
+    """Each bucket's size, launch and finish, in plan order."""
     backward_s: float
     """From the gradient of the module's output to the end of backward."""
     exposed_wait_s: float | None
-    """From the end of backward to the end of the last all-reduce. Where parameters travel too, all
-    waits of the step; None where waits cannot be seen, as those of torch's FSDP2 on a GPU."""
+    """Time from the end of backward to the end of the last collective. If parameters are gathered
+    too, the sum of all waits of the step. None if waits are not observable, as in torch's FSDP2 on
+    a GPU."""
 
 
 class RunTimes:
-    """The moments of a pass, for those who ask for them.
+    """Timestamps of a pass, recorded on request.
 
     Args:
-        device: Whose time line they are on.
-        num_buckets: How many messages there will be.
+        device: The device on whose timeline they are taken.
+        num_buckets: Number of messages in the pass.
     """
 
     def __init__(self, device: torch.device, num_buckets: int) -> None:
         self._device = device
         self.started = self.backward_over = self.all_received = now(device)
         self.arrivals: dict[int, Moment] = {}
-        """When each parameter's gradient was complete."""
+        """Completion time of each parameter's gradient, by index."""
         self._launched: list[Moment] = []
         self._finished: list[Moment | None] = [None] * num_buckets
 
     def launch(self) -> None:
-        """Notes that the next message is about to start."""
+        """Records the launch of the next message."""
         self._launched.append(now(self._device))
 
     def watch(self, number: int, work: AnyWork, side_stream: torch.cuda.Stream | None) -> None:
-        """Has the end of a message noted when it comes, without asking for it again and again.
+        """Arranges for the completion time of a message to be recorded, without polling.
 
         Args:
-            number: The message.
-            work: What it is waited for by.
-            side_stream: On a GPU, a stream in which nothing else is held up by waiting.
+            number: Index of the message.
+            work: Handle of its collective.
+            side_stream: On a GPU, a separate stream, where waiting delays no other work.
         """
         if side_stream is not None:
             with torch.cuda.stream(side_stream):
@@ -83,7 +84,7 @@ class RunTimes:
             work.get_future().add_done_callback(lambda _: self._finish(number))
 
     def receive(self, number: int) -> None:
-        """Notes that a message has been waited for, in case its end was not told."""
+        """Records that a message has been waited for, unless its completion is already recorded."""
         if self._finished[number] is None:
             self._finish(number)
 
@@ -91,18 +92,18 @@ class RunTimes:
         self._finished[number] = now(self._device)
 
     def arrivals_s(self, num_parameters: int) -> list[float]:
-        """Returns when each gradient arrived; one that did not is sent when backward is over."""
+        """Returns each gradient's arrival time; the end of backward for one that did not arrive."""
         return [
             seconds_between(self.started, self.arrivals.get(index, self.backward_over))
             for index in range(num_parameters)
         ]
 
     def stats(self, lengths: Sequence[int], sizes: Sequence[int]) -> SynchronizationStats:
-        """Returns times and sizes, once all is received.
+        """Returns times and sizes; call after all messages have been received.
 
         Args:
-            lengths: How many parameters each bucket has.
-            sizes: Each message's bytes.
+            lengths: Number of parameters of each bucket.
+            sizes: Bytes of each message.
         """
         return SynchronizationStats(
             buckets=tuple(
@@ -125,28 +126,28 @@ class BackwardRun:
     """A backward pass, from the gradient of its output to the end of its communication.
 
     Args:
-        task: The autograd engine's number for the pass.
-        bucket_lengths: How many parameters each bucket has.
-        times: Where its moments are kept, if anybody wants them.
+        task: The autograd engine's ID of the pass.
+        bucket_lengths: Number of parameters of each bucket.
+        times: Receives the timestamps of the pass; None if they are not recorded.
     """
 
     def __init__(self, *, task: int, bucket_lengths: Sequence[int], times: RunTimes | None) -> None:
         self.task = task
         self.times = times
         self.average = False
-        """Whether the pass is to be averaged if it completes a gradient."""
+        """Whether to average the pass if it completes a gradient."""
         self.weight: RankWeight | None = None
         """Weight of this rank's gradients in the average; None while they are not averaged."""
         self.is_complete = bytearray(sum(bucket_lengths))
-        """Parameters that this pass itself has completed, not one inside it."""
+        """Parameters completed by this pass itself, excluding backward passes nested in it."""
         self.num_left = list(bucket_lengths)
-        """How many gradients of each bucket are not complete."""
+        """Number of incomplete gradients of each bucket."""
         self.waiting: list[list[int]] = [[] for _ in bucket_lengths]
-        """Positions in each bucket whose gradients are complete and not moved yet."""
+        """Positions in each bucket whose gradients are complete but not yet moved into it."""
         self.waiting_bytes = [0] * len(bucket_lengths)
         self.taken: list[set[int]] = [set() for _ in bucket_lengths]
-        """Positions in each bucket whose gradients are in the message, multiplied by the weight."""
+        """Positions in each bucket whose gradients were moved into it by `GradientBucket.take`."""
         self.in_flight: collections.deque[tuple[Tensor, AnyWork]] = collections.deque()
         self.num_received = 0
         self.message_bytes: list[int] = []
-        """Of the messages that were sent, in the order of the buckets."""
+        """Bytes of the messages sent so far, in bucket order."""

@@ -1,11 +1,12 @@
-"""The base of all data-parallel containers.
+"""The base class of the data-parallel containers whose ranks hold all parameters.
 
-A container holds a module whose copies on all ranks start out equal, sees different data on
-each, and averages the gradients, so that the copies stay equal. How the gradients are divided
-into messages and when these are sent is all that the containers differ in.
+The module starts with equal parameters on all ranks. Each rank processes different data, and the
+container averages the gradients, so the parameters stay equal. Containers differ only in how
+gradients are divided into messages and when the messages are sent.
 
-Training loops need not know the container: gradients are right when ``backward()`` returns.
-`finish_gradient_synchronization`, which the courses' loops call, finds nothing left to do then.
+Training loops need not know which container they use: gradients are averaged when ``backward()``
+returns. Loops that call `finish_gradient_synchronization`, such as those of courses, are supported:
+it then has nothing left to do.
 """
 
 import weakref
@@ -55,18 +56,18 @@ class DataParallel(DataParallelContainer):
     """A module whose gradients are averaged over the ranks of a group.
 
     Args:
-        module: The model, on its final device and in its final dtype. All ranks get the values
-            that the group's first rank has, frozen parameters and buffers included.
+        module: The model, on its final device and in its final dtype. All ranks receive the values
+            of the group's first rank, including frozen parameters and buffers.
         cap_bytes: Largest bucket; None for one per dtype, zero for one per parameter.
         launch: When communication starts.
-        process_group: The ranks to average over, as a group or a mesh of one dimension; all by
-            default.
-        reduction_dtype: What gradients are summed and sent in: float32 for bf16 or fp16 gradients
-            whose sum must not lose digits, bfloat16 to send half the bytes of fp32 ones. By default
-            each in its own.
-        broadcast_buffers: Whether the persistent buffers (statistics of batch norm, for example)
-            follow the first rank's before every training forward pass. Others, which are not part
-            of the state dictionary, are taken over once.
+        process_group: The ranks to average over, as a group or a one-dimensional mesh; by default
+            all ranks.
+        reduction_dtype: The dtype in which gradients are summed and sent: float32 to avoid rounding
+            in sums of bf16 or fp16 gradients, bfloat16 to halve the traffic of fp32 gradients. By
+            default each gradient's own dtype.
+        broadcast_buffers: Whether to copy the first rank's persistent buffers (batch norm
+            statistics, for example) to all ranks before every training forward pass. Buffers that
+            are not in the state dictionary are broadcast once, at creation.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class DataParallel(DataParallelContainer):
             reduction_dtype=reduction_dtype,
         )
         self._built: _Trained = []
-        """What is divided into buckets now."""
+        """The parameters for which the current buckets were built."""
         self._agreed: _Trained = []
-        """What all ranks were last seen to have."""
+        """The parameters on which all ranks last agreed."""
         self._is_agreed = True
         self._changes: Changes | None = None
         self._synchronizer: GradientSynchronizer | None = None
@@ -112,15 +113,15 @@ class DataParallel(DataParallelContainer):
 
     @property
     def _synchronizes(self) -> bool:
-        """Whether gradients pass through this container at all."""
+        """Whether this container synchronises gradients at all."""
         return self.is_distributed
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the module.
 
         Args:
-            arguments: As the module takes them.
-            keywords: As the module takes them.
+            arguments: Positional arguments of the module.
+            keywords: Keyword arguments of the module.
         """
         if not (self._synchronizes and torch.is_grad_enabled()):
             return self.module(*arguments, **keywords)
@@ -132,10 +133,10 @@ class DataParallel(DataParallelContainer):
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        """Makes sure that gradients are averaged; does nothing where they are already.
+        """Ensures that gradients are averaged; does nothing if they already are.
 
-        Backward does this by itself. A rank whose training pass completed no gradient, or that
-        left out backward, takes part here with none of its own.
+        Backward averages gradients by itself. A rank whose training pass completed no gradient, or
+        that skipped backward, joins the collectives here and contributes zeros.
         """
         if self._synchronizer is None:
             return
@@ -145,14 +146,14 @@ class DataParallel(DataParallelContainer):
         self._synchronizer.receive_rest()
 
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank.
+        """Returns message sizes and times of the last synchronisation on this rank.
 
-        None before it, and where nobody has asked to `record_statistics` before.
+        Returns None before the first synchronisation, and if `record_statistics` was not on for it.
         """
         return None if self._synchronizer is None else self._synchronizer.stats()
 
     def message_bytes(self) -> list[int]:
-        """Returns the size of each message of gradients in the last synchronisation."""
+        """Returns the size of each gradient message in the last synchronisation."""
         return [] if self._synchronizer is None else self._synchronizer.message_bytes()
 
     def _arrived(self) -> dict[str, bool]:
@@ -166,15 +167,15 @@ class DataParallel(DataParallelContainer):
         return LocalGradients(replicated=[grad for grad in gradients if grad is not None])
 
     def _prepare(self) -> GradientSynchronizer:
-        """Gets ready for a pass whose gradients are recorded."""
+        """Prepares for a forward pass that records gradients."""
         assert self._synchronizer is not None
         sync_state = self._sync_state
         sync_state.forward_synchronizes = sync_state.synchronize
         if current_pass() != OUTSIDE_BACKWARD:
-            return self._synchronizer  # A checkpoint computes this pass a second time.
+            return self._synchronizer  # Activation checkpointing recomputes this forward pass.
         self._synchronizer.forget_broken_pass()
         if sync_state.synchronize:
-            # Evaluation may be one rank's own affair, so that it must not communicate.
+            # Evaluation may run on a single rank, so it must not communicate.
             self._follow_changes(agree=self.training)
         if sync_state.synchronize and self.training:
             sync_state.forward_is_pending = True
@@ -192,11 +193,11 @@ class DataParallel(DataParallelContainer):
             raise collective_error("broadcast of buffers", num_bytes, error) from error
 
     def _follow_changes(self, *, agree: bool) -> None:
-        """Starts anew where parameters were frozen, unfrozen or replaced since the last pass.
+        """Rebuilds the buckets if parameters were frozen, unfrozen or replaced since the last pass.
 
         Args:
-            agree: Whether all ranks are here to compare their models. If not, they do so when
-                backward completes a gradient that is to be averaged.
+            agree: Whether all ranks run this pass, so that they can compare their models now. If
+                not, they compare when backward completes a gradient that is to be averaged.
         """
         current = _trained_now(self.module)
         self._is_agreed = _is_same(current, self._agreed)
@@ -220,7 +221,7 @@ class DataParallel(DataParallelContainer):
             self._agree(_trained_now(self.module))
 
     def _settle(self) -> None:
-        """Ends a pass whose sums are here."""
+        """Completes a pass after all its messages have been received."""
         give_missing_gradients(self._replicated_buckets)
 
     def _require_same_model(self) -> None:
@@ -228,7 +229,7 @@ class DataParallel(DataParallelContainer):
         require_same_model(self.module, self._describe_settings(), settings.group, settings.device)
 
     def _describe_settings(self) -> str:
-        """Says what must be the same on all ranks, beside the model."""
+        """Returns the settings that must be equal on all ranks, as text."""
         settings = self._settings
         return (
             f"bucket cap {self._cap_bytes}, {settings.launch.name}, "
@@ -236,10 +237,10 @@ class DataParallel(DataParallelContainer):
         )
 
     def _build(self) -> None:
-        """Divides the parameters that are trained now, and watches them."""
+        """Builds buckets and hooks for the parameters that are currently trained."""
         if self._synchronizer is not None:
             self._synchronizer.close()
-            # Before the new buffers are made, the old ones can go.
+            # Frees the old buffers before the new ones are allocated.
             self._synchronizer, self._replicated_buckets = None, []
         self._num_builds += 1
         self._built = _trained_now(self.module)
@@ -260,7 +261,7 @@ class DataParallel(DataParallelContainer):
     def _make_buckets(
         self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
     ) -> Sequence[GradientBucket]:
-        """Makes what gradients are collected in."""
+        """Creates the buckets for the gradients."""
         dtype = self._settings.reduction_dtype
         self._replicated_buckets = [Bucket(plan, parameters, names, dtype) for plan in plans]
         return self._replicated_buckets
@@ -296,7 +297,7 @@ def _while_alive(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def bucket_cap_bytes(size_mb: float | None) -> float | None:
-    """Returns a bucket size in bytes, or says what it may be."""
+    """Returns a bucket size in bytes; raises if it is not a positive number or None."""
     if size_mb is None:
         return None
     if not (isinstance(size_mb, (int, float)) and size_mb > 0):

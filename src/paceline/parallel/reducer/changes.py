@@ -1,10 +1,10 @@
-"""Agreeing on what is trained when that changes in the midst of a run.
+"""Agreement between ranks when the set of trained parameters changes during training.
 
-A collective cannot ask for it: ranks that have changed nothing are about to send gradients, which
-would be taken for the answer. The group's store can. Who has changed what it trains says so there,
-and waits until all others have said so, as long as it would wait for a collective. Who has changed
-nothing looks at nothing, in no step; its next collective waits for the ranks that have, and if it
-fails, the error tells what they have said.
+A collective cannot establish agreement: ranks without a change are about to send gradients, which
+would be mistaken for the answer. Ranks use the group's store instead. A rank with a change posts it
+in the store, and waits until all other ranks have posted theirs, up to the timeout of a collective.
+A rank without a change does not access the store, so unchanged steps cost nothing. Its next
+collective blocks on the ranks that have changed, and if it fails, the error reports their changes.
 """
 
 import datetime
@@ -22,7 +22,7 @@ from paceline.parallel.reducer.same_model import DisagreementError, fingerprint
 from paceline.parallel.reducer.settings import GroupReference
 
 _PATIENCE = datetime.timedelta(seconds=20)
-"""How long ranks are waited for without a word."""
+"""How long a rank waits for the others before it warns."""
 _MOST_NAMED = 8
 _REMEDY = "freeze, unfreeze and replace the same parameters on all ranks, before the same pass"
 
@@ -30,11 +30,11 @@ _num_made: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Changes:
-    """What a container's ranks tell each other of changes; all make theirs in the same order.
+    """Exchanges changes between a container's ranks; create instances in equal order on all ranks.
 
     Args:
-        group_reference: The ranks.
-        device: What they compute on.
+        group_reference: The group of the ranks.
+        device: The device that they compute on.
     """
 
     def __init__(self, group_reference: GroupReference, device: torch.device) -> None:
@@ -46,11 +46,11 @@ class Changes:
         explain_failures(self._explain_failure)
 
     def agree(self, change: str, lines: Sequence[str]) -> bool:
-        """Waits until all ranks have changed something; returns whether they train the same now.
+        """Waits until all ranks have posted a change; returns whether all models are now equal.
 
         Args:
-            change: What has changed on this rank.
-            lines: What the rank trains now, as all ranks should.
+            change: Description of the change on this rank.
+            lines: Description of this rank's model, which must be equal on all ranks.
         """
         group = self._group_reference.get()
         store = _store_of(group)
@@ -85,7 +85,7 @@ class Changes:
             )
 
     def _said(self, store: dist.Store) -> list[tuple[int, str]]:
-        """Returns what each rank of the group says that it has changed; nothing if nothing."""
+        """Returns each rank of the group with its posted change, empty if it has posted none."""
         keys = [self._key(f"rank {rank}") for rank in range(self._group_reference.get().size())]
         return [
             (rank, store.get(key).decode() if store.check([key]) else "")
@@ -93,7 +93,7 @@ class Changes:
         ]
 
     def _explain_failure(self) -> str | None:
-        """Says what others have changed while this rank has not."""
+        """Returns the changes of other ranks if this rank has posted none, otherwise None."""
         try:
             group = self._group_reference.get()
             store = _store_of(group)
@@ -119,12 +119,12 @@ def describe_change(
     before: Sequence[tuple[nn.Parameter, bool]],
     after: Sequence[tuple[nn.Parameter, bool]],
 ) -> str:
-    """Says what has changed first.
+    """Returns a description of the first change.
 
     Args:
-        names: What the parameters are called now.
-        before: The parameters, and whether each was trained.
-        after: Those of now.
+        names: The current names of the parameters.
+        before: The previous parameters, and whether each was trained.
+        after: The current parameters, and whether each is trained.
     """
     for name, (known, was_trained), (parameter, is_trained) in zip(
         names, before, after, strict=False
@@ -137,7 +137,7 @@ def describe_change(
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """Returns what the group's ranks have met by; None of a group that has made none."""
+    """Returns the store of the group's rendezvous; None if the group has none."""
     backend, store = dist.distributed_c10d._world.pg_map.get(group, ("", None))
     return None if backend == "fake" else store
 
@@ -145,7 +145,7 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
 def _appears(store: dist.Store, key: str, within: datetime.timedelta) -> bool:
     try:
         store.wait([key], within)
-    except RuntimeError as error:  # Each kind of store has its own.
+    except RuntimeError as error:  # Each kind of store has its own timeout error.
         if "timeout" not in str(error).lower():
             raise
         return False

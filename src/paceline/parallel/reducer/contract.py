@@ -1,9 +1,9 @@
-"""What every data-parallel container offers, whatever it shards: a loop need not know which it has.
+"""The interface of all data-parallel containers, so training loops work with any of them.
 
-A container holds a module, of which ranks see different data. Names are the inner module's: those
-of parameters, of buffers and of state dictionaries, so that what is saved loads with any container
-or none, and rules by name ("no decay for biases") hold for all. torch.distributed.checkpoint finds
-its way through `_fqn_modifiers`.
+A container wraps a module, and each rank feeds it different data. Names of parameters, buffers and
+state dictionary entries are the inner module's. A saved state therefore loads with any container or
+none, and rules by name ("no decay for biases") apply to all. `_fqn_modifiers` maps the names for
+torch.distributed.checkpoint.
 """
 
 import abc
@@ -23,7 +23,7 @@ from paceline.parallel.reducer.settings import GroupReference, SyncState
 
 _INNER = "module"
 _MOST_NAMED = 16
-"""So many ranks without a gradient are named at most: what is exchanged must not grow with them."""
+"""Maximum number of ranks that are listed, so that traffic does not grow with the world size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class UnusedParameter:
     """A parameter that had no gradient in the last synchronised backward pass."""
 
     name: str
-    """As the module calls it."""
+    """The parameter's name in the inner module."""
     ranks: tuple[int, ...]
-    """Ranks of the group on which it had none, the first 16 of them."""
+    """The first 16 ranks of the group on which it had no gradient."""
     num_ranks: int
-    """How many there are."""
+    """Number of all ranks on which it had no gradient."""
 
 
 class DataParallelContainer(nn.Module, abc.ABC):
@@ -43,8 +43,8 @@ class DataParallelContainer(nn.Module, abc.ABC):
 
     Args:
         module: The model.
-        group: The ranks.
-        device: Where this rank's gradients are.
+        group: The ranks that train it.
+        device: The device of this rank's gradients.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -59,12 +59,12 @@ class DataParallelContainer(nn.Module, abc.ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
+        """The process group over which gradients are averaged."""
         return self._group_reference.get()
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is anyone to average with."""
+        """Whether the group has more than one rank."""
         return dist.get_world_size(self.process_group) > 1
 
     @abc.abstractmethod
@@ -72,15 +72,15 @@ class DataParallelContainer(nn.Module, abc.ABC):
         """Runs the module.
 
         Args:
-            arguments: As the module takes them.
-            keywords: As the module takes them.
+            arguments: Positional arguments of the module.
+            keywords: Keyword arguments of the module.
         """
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keeps gradients local: what is computed inside is averaged with the next pass outside.
+        """Accumulates gradients locally; the next pass outside the context averages them too.
 
-        A pass is left out if its forward or its backward lies inside.
+        A pass is not averaged if its forward or its backward runs inside the context.
         """
         before = self._sync_state.synchronize
         self._sync_state.synchronize = False
@@ -91,24 +91,24 @@ class DataParallelContainer(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def finish_gradient_synchronization(self) -> None:
-        """Makes sure that gradients are averaged; does nothing where they are already."""
+        """Ensures that gradients are averaged; does nothing if they already are."""
 
     def set_gradient_weight(self, weight: float) -> None:
-        """Sets what this rank's next averaged gradients count for, such as its number of tokens.
+        """Sets this rank's weight in the next average of gradients, such as its number of tokens.
 
-        Call it on all ranks, before backward. The average over ranks of mean losses is not the
-        mean over all tokens where ranks hold different numbers of them; weighted, it is. What a
-        rank of weight zero has computed is left out, whatever it is; if all weights are zero, all
-        ranks count alike.
+        Call it on all ranks, before backward. If ranks hold different numbers of tokens, only the
+        average weighted by token counts equals the mean over all tokens. The gradients of a rank
+        with weight zero are ignored, even if they are not finite. If all weights are zero, all
+        ranks have equal weight.
 
         Args:
-            weight: Not negative.
+            weight: The non-negative weight.
         """
         if not weight >= 0:
             raise UsageError(f"a gradient's weight must not be negative, got {weight}")
         if not self.is_distributed:
             return
-        # The sum of the weights is in flight while the model computes.
+        # The all-reduce of the weights overlaps with the model's computation.
         total = torch.full((), weight, dtype=torch.float64, device=self._device)
         work = dist.all_reduce(total, group=self.process_group, async_op=True)
         assert work is not None
@@ -117,16 +117,16 @@ class DataParallelContainer(nn.Module, abc.ABC):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scales all gradients down to a norm, if theirs is larger; returns theirs.
+        """Clips all gradients to a total norm; returns the norm before clipping.
 
-        All ranks call it, between backward and the step, and get the same number. It is not
-        finite if any gradient is not: leave out the step then.
+        All ranks must call it between backward and the step; it returns the same norm on all. The
+        norm is not finite if any gradient is not: skip the step in that case.
 
         Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: 2 for the Euclidean norm, inf for the largest number.
-            error_if_nonfinite: Whether a norm that is not finite is an error. Looking at it waits
-                for the device.
+            max_norm: Largest total norm that is not scaled down.
+            norm_type: 2 for the Euclidean norm, inf for the largest absolute value.
+            error_if_nonfinite: Whether to raise if the norm is not finite. The check waits for the
+                device.
         """
         return clip_gradients(
             self._local_gradients(),
@@ -139,32 +139,33 @@ class DataParallelContainer(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _local_gradients(self) -> LocalGradients:
-        """Returns what gradients this rank holds, as plain tensors that may be scaled in place."""
+        """Returns this rank's gradients as plain tensors that may be scaled in place."""
 
     def record_statistics(self, enabled: bool = True) -> None:
-        """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
+        """Turns the recording of timestamps for `synchronization_stats` on or off.
 
         Args:
-            enabled: Whether to keep them.
+            enabled: Whether to record subsequent passes.
         """
         self._sync_state.records_statistics = enabled
 
     @abc.abstractmethod
     def message_bytes(self) -> list[int]:
-        """Returns the size of each message of gradients in the last synchronisation."""
+        """Returns the size of each gradient message in the last synchronisation."""
 
     @abc.abstractmethod
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank.
+        """Returns message sizes and times of the last synchronisation on this rank.
 
-        None before it, and where nobody has asked to `record_statistics` before.
+        Returns None before the first synchronisation, and if `record_statistics` was not on for it.
         """
 
     def explain_unused(self) -> list[UnusedParameter]:
-        """Names the parameters without a gradient in the last synchronised pass, and the ranks.
+        """Returns the parameters without a gradient in the last synchronised pass, with ranks.
 
-        All ranks must call it. Where nothing was synchronised, as by one rank, there is nothing to
-        name. A rank holds a few numbers per parameter, however many ranks there are.
+        All ranks must call it. The list is empty if no pass was synchronised, for example in a
+        group of one rank. Memory per rank is a few numbers per parameter, regardless of the world
+        size.
         """
         arrived = self._arrived()
         if not arrived:
@@ -177,7 +178,7 @@ class DataParallelContainer(nn.Module, abc.ABC):
         ranks = torch.full_like(counts, -1)
         named = []
         for _ in range(min(int(counts.max()), _MOST_NAMED)):
-            # Each round finds, of every parameter, the first rank behind the one found before.
+            # Each round finds, for every parameter, the next higher rank without a gradient.
             is_next = missing & (ranks < rank)
             ranks = torch.where(is_next, rank, num_ranks)
             dist.all_reduce(ranks, dist.ReduceOp.MIN, group=group)
@@ -193,21 +194,21 @@ class DataParallelContainer(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _arrived(self) -> Mapping[str, bool]:
-        """Returns which trained parameters had a gradient in the last synchronised pass here."""
+        """Returns whether each trained parameter had a gradient here in the last averaged pass."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the module's state as plain full tensors, by its names; all ranks call it."""
+        """Returns the module's state as full plain tensors, by name; all ranks must call it."""
         return dict(self.state_dict())
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the container, and then all modules by the names that they have inside of it.
+        """Yields the container, then the inner module's modules under their own names.
 
         Args:
-            memo: Modules that were yielded already.
-            prefix: What is put before all names.
-            remove_duplicate: Whether a module is yielded under its first name only.
+            memo: Modules that have been yielded already.
+            prefix: Prefix of all names.
+            remove_duplicate: Whether to yield a module under its first name only.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -218,7 +219,7 @@ class DataParallelContainer(nn.Module, abc.ABC):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Returns a module by the name that it has inside.
+        """Returns a submodule by its name in the inner module.
 
         Args:
             target: The name; empty for the container itself.
@@ -226,28 +227,28 @@ class DataParallelContainer(nn.Module, abc.ABC):
         return self.module.get_submodule(target) if target else self
 
     def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
-        """Returns the inner module's state, by its names and with its versions.
+        """Returns the inner module's state, with its names and version metadata.
 
         Args:
-            arguments: As `torch.nn.Module` takes them.
-            keywords: As `torch.nn.Module` takes them.
+            arguments: As for `torch.nn.Module.state_dict`.
+            keywords: As for `torch.nn.Module.state_dict`.
         """
         return self.module.state_dict(*arguments, **keywords)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads what a container or a plain module has saved.
+        """Loads the state dictionary of a container or a plain module.
 
         Args:
-            state_dict: By the inner module's names.
-            strict: Whether a name that is missing or unknown is an error.
-            assign: Whether tensors take the place of the present ones.
+            state_dict: The state, by the inner module's names.
+            strict: Whether to raise on missing or unknown names.
+            assign: Whether to replace the current tensors instead of copying into them.
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint which names lie one level deeper than they say."""
+        """Returns, for torch.distributed.checkpoint, the names that live in the inner module."""
         inner = self.module
         names = (*inner._modules, *inner._parameters, *inner._buffers, "_extra_state")
         return dict.fromkeys(names, _INNER)
@@ -259,8 +260,8 @@ class DataParallelContainer(nn.Module, abc.ABC):
 
 
 def _with_prefix(_container: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Finds the inner module's state where an outer module that holds a container is loaded."""
-    # All are taken out before any is put in: an old name may be another one's new name.
+    """Adds the inner module's prefix to names when a module around the container is loaded."""
+    # Removes all entries before inserting any: an old name may equal another entry's new name.
     taken = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
     inner = f"{prefix}{_INNER}."
     state.update({inner + name.removeprefix(prefix): value for name, value in taken.items()})

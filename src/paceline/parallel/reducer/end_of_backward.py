@@ -1,8 +1,8 @@
-"""Ending a backward pass for all containers that take part in it, together.
+"""Joint completion of a backward pass for all containers that take part in it.
 
-Ranks may reach two containers in different orders. Were each to send and to wait for itself, two
-ranks would wait for each other's other container. So all send first, and all wait then, in the
-order in which they were made, which is the same on all ranks.
+Ranks may reach two containers in different orders. If each container sent and waited separately,
+two ranks could deadlock, each waiting in a different container. Therefore all containers send first
+and then all wait, in creation order, which is the same on all ranks.
 """
 
 import itertools
@@ -13,37 +13,37 @@ from torch.autograd import Variable
 
 
 class Participant(Protocol):
-    """Somebody who has messages to send and to wait for when a backward pass is over."""
+    """An object with messages to send and to wait for when a backward pass is over."""
 
     made: int
-    """What `next_number` returned when it was made."""
+    """The value of `next_number` at creation."""
     rank: int
-    """Whose it is: ranks may be threads of one process."""
+    """The rank it belongs to: ranks may be threads of one process."""
 
     def send_rest(self) -> None:
-        """Sends what backward has not sent."""
+        """Sends the messages not sent during backward."""
 
     def receive_rest(self) -> None:
-        """Waits for all that was sent."""
+        """Waits for all messages in flight."""
 
 
 _numbers = itertools.count()
 _participants: dict[int, list["weakref.ref[Participant]"]] = {}
-"""Who takes part in a pass, by the autograd engine's number for it."""
+"""Participants of each pass, by the autograd engine's ID of the pass."""
 _awaiting: "weakref.WeakSet[Participant]" = weakref.WeakSet()
 
 
 def next_number() -> int:
-    """Returns how many participants were made before; the same on all ranks that make the same."""
+    """Returns a creation number; equal on all ranks that create the same participants."""
     return next(_numbers)
 
 
 def take_part(participant: Participant, task: int) -> None:
-    """Has a participant called at the end of the pass that is going on.
+    """Registers a participant to be called at the end of the current pass.
 
     Args:
-        participant: Who; not kept alive.
-        task: The autograd engine's number for the pass.
+        participant: The participant; not kept alive.
+        task: The autograd engine's ID of the pass.
     """
     if task not in _participants:
         _participants[task] = []
@@ -52,26 +52,26 @@ def take_part(participant: Participant, task: int) -> None:
 
 
 def leave(participant: Participant, task: int) -> None:
-    """Forgets a pass that an error has ended.
+    """Forgets a pass that an error aborted.
 
     Args:
-        participant: Who took part.
-        task: The autograd engine's number for the pass.
+        participant: A participant of the pass.
+        task: The autograd engine's ID of the pass.
     """
     _participants.pop(task, None)
     _awaiting.discard(participant)
 
 
 def expect_backward(participant: Participant) -> None:
-    """Notes that a forward pass has run whose backward is to be averaged."""
+    """Records that a forward pass has run whose backward is to be averaged."""
     _awaiting.add(participant)
 
 
 def is_alone(participant: Participant) -> bool:
-    """Whether nobody else's backward is expected, so that waiting in backward blocks no other.
+    """Returns whether this is the only participant of its rank with a pending backward.
 
-    Ranks that reach two containers in different orders would each wait for what the other one
-    sends later.
+    Only then may it wait during backward: ranks that reach two containers in different orders would
+    otherwise each wait for a message that the other sends later.
     """
     return all(other is participant or other.rank != participant.rank for other in list(_awaiting))
 
@@ -83,7 +83,7 @@ def _finish(task: int) -> None:
         participant.send_rest()
     for participant in ordered:
         participant.receive_rest()
-    # Whoever took no part, such as a container whose forward broke off, is not waited for any more.
+    # Others, such as a container whose forward was aborted, are no longer expected.
     ranks = {participant.rank for participant in ordered}
     for other in list(_awaiting):
         if other.rank in ranks:

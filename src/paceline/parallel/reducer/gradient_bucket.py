@@ -1,7 +1,7 @@
-"""What the synchroniser asks of a bucket, whatever becomes of the bucket's sum.
+"""The interface between the synchroniser and buckets.
 
-`paceline.parallel.buckets.Bucket` all-reduces it; `paceline.parallel.zero.bucket.ShardedBucket`
-reduce-scatters it.
+`paceline.parallel.buckets.Bucket` all-reduces its gradients;
+`paceline.parallel.zero.bucket.ShardedBucket` reduce-scatters them.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ class GradientBucket(Protocol):
     """Gradients that are sent in one message."""
 
     plan: BucketPlan
-    """The bucket's tensors and their places."""
+    """The bucket's tensors and their positions."""
     is_received_early: bool
-    """Whether a message has memory of its own, which is freed when it has arrived."""
+    """Whether messages use separate memory, which is freed when they have been received."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters of the bucket, in the order of the plan."""
 
     def keep(self, position: int) -> None:
-        """Takes note of a gradient that is not sent yet."""
+        """Accepts a gradient that is not sent in this pass."""
 
     def take(self, positions: Sequence[int], weight: RankWeight) -> None:
-        """Takes gradients in, multiplied by the weight."""
+        """Moves gradients into the bucket, scaled by the weight."""
 
     def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
-        """Returns the message, with what was not taken in yet, and zeros for what is missing."""
+        """Returns the message, after taking the remaining gradients and zeros for missing ones."""
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> AnyWork:
         """Starts the collective."""
 
     def unpack(self, message: Tensor) -> None:
-        """Takes in the sum."""
+        """Stores the reduced message."""

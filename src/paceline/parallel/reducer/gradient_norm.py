@@ -1,8 +1,9 @@
-"""The norm of all gradients, whether every rank holds them whole or each a shard of them.
+"""The total norm of gradients, replicated on all ranks or sharded over them.
 
-The sum over ranks is taken in float64, of norms to the power of their type: ranks agree to the bit,
-and differ from one process by less than their dtype rounds. Nothing waits for the device, unless
-gradients that are not finite are to be an error.
+Each rank raises its norm to the power of the norm type, and the powers are summed over ranks in
+float64. Ranks get bitwise equal results, which differ from a single process by less than the
+rounding of the gradients' dtype. Nothing waits for the device, unless a norm that is not finite is
+an error.
 """
 
 import dataclasses
@@ -16,12 +17,12 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalGradients:
-    """A rank's gradients as plain tensors, and what other ranks hold of them."""
+    """A rank's gradients as plain tensors, divided into replicated and sharded ones."""
 
     replicated: Sequence[Tensor] = ()
     """Gradients of which every rank holds all elements."""
     sharded: Sequence[Tensor] = ()
-    """This rank's elements of gradients that the ranks of a group share out."""
+    """This rank's shards of gradients that are sharded over a group."""
     shard_group: dist.ProcessGroup | None = None
     """The ranks that hold the other elements; None if nothing is sharded."""
 
@@ -36,15 +37,15 @@ def clip_gradients(
     dtype: torch.dtype,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Scales all gradients down to a norm, if theirs is larger; returns theirs.
+    """Clips all gradients to a total norm; returns the norm before clipping.
 
     Args:
-        gradients: What this rank holds; all ranks of the shards' group call this together.
-        max_norm: The largest norm that is left as it is.
-        norm_type: 2 for the Euclidean norm, inf for the largest number.
-        device: Where the norm is computed.
-        dtype: What the norm of shards is returned in, on ranks that hold none too.
-        error_if_nonfinite: Whether a norm that is not finite is an error, on all ranks alike.
+        gradients: This rank's gradients; all ranks of the shard group must call this.
+        max_norm: Largest total norm that is not scaled down.
+        norm_type: 2 for the Euclidean norm, inf for the largest absolute value.
+        device: The device of the returned norm.
+        dtype: The dtype of the norm of sharded gradients, also on ranks that hold no shard.
+        error_if_nonfinite: Whether to raise, on all ranks, if the norm is not finite.
     """
     if gradients.shard_group is None:
         total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(device)
@@ -79,7 +80,7 @@ def _norm_over_ranks(
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Returns the norm of a rank's own elements; a gradient in bf16 is not rounded to it."""
+    """Returns the norm of a rank's own elements, without rounding to bf16 for bf16 gradients."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [

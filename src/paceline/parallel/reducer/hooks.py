@@ -1,7 +1,7 @@
-"""Being told when a parameter's gradient is complete, without keeping anything alive.
+"""Hooks that run when a parameter's gradient is complete and hold only weak references.
 
-A parameter holds its hooks, in a place that Python's garbage collector does not see. Were a hook to
-hold whatever holds the parameter, neither would ever be freed.
+A parameter holds its hooks in memory that Python's garbage collector does not traverse. If a hook
+held a strong reference to the parameter's owner, neither would ever be freed.
 """
 
 import weakref
@@ -15,16 +15,16 @@ Owner = TypeVar("Owner")
 
 
 class GradientTaker(Protocol):
-    """Somebody who takes in gradients by the places of their parameters."""
+    """An object that processes gradients, addressed by the index of their parameter."""
 
     def take(self, index: int) -> None:
-        """Takes in a gradient that is complete."""
+        """Processes a complete gradient."""
 
 
 def when_complete(
     parameter: Tensor, owner: Owner, tell: Callable[[Owner], None]
 ) -> RemovableHandle:
-    """Calls ``tell(owner)`` after each gradient of a parameter, as long as the owner lives."""
+    """Calls ``tell(owner)`` after each gradient of a parameter, as long as the owner is alive."""
     reference = weakref.ref(owner)
 
     def hook(_parameter: Tensor) -> None:
@@ -35,7 +35,7 @@ def when_complete(
 
 
 def take_when_complete(parameter: Tensor, owner: GradientTaker, index: int) -> RemovableHandle:
-    """Calls ``owner.take(index)`` after each gradient of a parameter, in as few steps as can be."""
+    """Calls ``owner.take(index)`` after each gradient of a parameter, with minimal overhead."""
     reference = weakref.ref(owner)
 
     def hook(_parameter: Tensor) -> None:

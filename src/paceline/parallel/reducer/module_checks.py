@@ -1,4 +1,4 @@
-"""What a container asks of a module, a group and an output before it works with them."""
+"""Checks of modules and groups, and helpers that inspect modules and their outputs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from paceline.core.errors import UsageError
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """Returns a group, that of a mesh of one dimension, or all ranks."""
+    """Returns the process group itself, that of a one-dimensional mesh, or the default group."""
     if not dist.is_initialized():
         raise UsageError("there is no process group yet; create this inside distributed_session()")
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -32,7 +32,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
 
 
 def require_supported(module: nn.Module) -> torch.device:
-    """Returns the device of all parameters, or names the one that cannot be synchronised."""
+    """Returns the device of all parameters; raises if they cannot be synchronised."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -55,7 +55,7 @@ def require_supported(module: nn.Module) -> torch.device:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled a module, in place or around it."""
+    """Returns whether torch.compile has compiled a module, in place or as a wrapper."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 

@@ -1,4 +1,4 @@
-"""Saying once what keeps communication from being hidden behind backward."""
+"""Warnings, given once, about causes that prevent overlap of communication with backward."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -10,18 +10,18 @@ _COMPILED = "Compiled"
 
 
 class OverlapWarning(UserWarning):
-    """Communication that could have been hidden behind backward was not."""
+    """Communication that could have overlapped with backward did not."""
 
 
 class OverlapMonitor:
-    """Looks at the graph and the arrivals of a container that sends while backward goes on."""
+    """Inspects the graph and gradient arrivals of a container that sends during backward."""
 
     def __init__(self) -> None:
         self._has_seen_graph = False
         self._warned_of_missing = False
 
     def look_at_graph(self, outputs: Iterable[Tensor]) -> None:
-        """Warns if one compiled piece computes all gradients, so that all come at the end."""
+        """Warns if one compiled graph computes all gradients, so that all arrive at the end."""
         if self._has_seen_graph:
             return
         self._has_seen_graph = True
@@ -34,7 +34,7 @@ class OverlapMonitor:
             )
 
     def look_at_arrivals(self, names: Sequence[str], arrived: Sequence[int]) -> None:
-        """Warns if a gradient did not come."""
+        """Warns if a parameter had no gradient."""
         if all(arrived) or self._warned_of_missing:
             return
         self._warned_of_missing = True
@@ -46,7 +46,7 @@ class OverlapMonitor:
 
 
 def _sources_of_gradients(outputs: Iterable[Tensor]) -> set[Node]:
-    """Returns the graph's nodes that hand gradients to parameters, of which two are enough."""
+    """Returns graph nodes that pass gradients to parameters; stops once two are found."""
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     sources: set[Node] = set()
@@ -64,5 +64,5 @@ def _sources_of_gradients(outputs: Iterable[Tensor]) -> set[Node]:
 
 
 def _warn(message: str) -> None:
-    # The frames above belong to the container and the autograd engine, none of them to the user.
+    # All calling frames belong to the container or the autograd engine, none to user code.
     warnings.warn(message, OverlapWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Who averages a parameter's gradients: one at a time, or they would be averaged twice."""
+"""Ownership of parameters: each has one owner, so its gradients are never averaged twice."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.core.errors import PacelineError
 
 _owners: MutableMapping[Tensor, "weakref.ref[Any]"] = WeakIdKeyDictionary()
-"""Weak on both sides."""
+"""The owner of each parameter; keys and values are weak references."""
 
 
 class SynchronizationError(PacelineError):
@@ -19,17 +19,17 @@ class SynchronizationError(PacelineError):
 
 
 def claim(parameters: Sequence[Tensor], names: Sequence[str], owner: object) -> None:
-    """Makes somebody the owner of parameters; an error names one that has another owner.
+    """Makes an object the owner of parameters; raises if one of them has another owner.
 
     Args:
-        parameters: Not kept alive.
-        names: What to call them.
-        owner: Not kept alive.
+        parameters: The parameters; not kept alive.
+        names: The parameters' names, for the error message.
+        owner: The new owner; not kept alive.
     """
     for name, parameter in zip(names, parameters, strict=True):
         other = _owners.get(parameter)
         if other is not None and other() is not None:
-            gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
+            gc.collect()  # The old owner may be unreachable, but held by a reference cycle.
         if other is not None and other() is not None:
             raise SynchronizationError(
                 f"parameter {name!r} already belongs to another data-parallel container; its "
@@ -40,6 +40,6 @@ def claim(parameters: Sequence[Tensor], names: Sequence[str], owner: object) -> 
 
 
 def release(parameters: Iterable[Tensor]) -> None:
-    """Lets parameters go."""
+    """Removes the owner of parameters."""
     for parameter in parameters:
         _owners.pop(parameter, None)

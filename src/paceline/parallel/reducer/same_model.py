@@ -1,9 +1,9 @@
-"""Making sure that all ranks hold the same model before they train it together.
+"""Checks that all ranks hold the same model before they train it together.
 
-`require_same_model` compares one number per rank in one call, and looks closer only when
-they differ: ranks whose models differ in a shape would otherwise wait for each other, or add up
-gradients of different parameters. `broadcast_tensors` gives all ranks the first rank's values.
-Neither sends more per rank when there are more ranks.
+`require_same_model` compares one fingerprint per rank in one collective, and locates the difference
+only if fingerprints differ. Without the check, ranks whose models differ in a shape would deadlock
+or sum gradients of different parameters. `broadcast_tensors` copies the first rank's values to all
+ranks. The traffic per rank of both is independent of the number of ranks.
 """
 
 import hashlib
@@ -21,20 +21,20 @@ _BROADCAST_BYTES = 256 * 2**20
 
 
 class DisagreementError(PacelineError):
-    """Ranks hold different models, naming the first tensor in which they differ."""
+    """Ranks hold different models; the message names the first difference."""
 
 
 def require_same_model(
     module: nn.Module, settings: str, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raises on every rank unless all ranks would divide and send the same tensors alike.
+    """Raises on every rank unless all ranks have the same tensors and settings.
 
     Args:
-        module: Its parameters and buffers are compared: names, shapes, strides, dtypes, and what
-            is trained.
-        settings: What else must be the same, such as the bucket size.
+        module: The model, whose parameters and buffers are compared by name, shape, strides, dtype
+            and requires_grad.
+        settings: Description of all else that must be equal, such as the bucket size.
         group: The ranks to compare.
-        device: Where to communicate from.
+        device: Device of the collectives.
     """
     own = describe_model(module, settings)
     number = fingerprint(own)
@@ -46,7 +46,7 @@ def require_same_model(
 
 
 def describe_model(module: nn.Module, settings: str) -> list[str]:
-    """Returns a line for each thing that must be the same on all ranks."""
+    """Returns one line for each property that must be equal on all ranks."""
     return [
         *(f"parameter {_describe(*named)}" for named in module.named_parameters()),
         *(f"buffer {_describe(*named)}" for named in module.named_buffers()),
@@ -55,13 +55,13 @@ def describe_model(module: nn.Module, settings: str) -> list[str]:
 
 
 def fingerprint(lines: Sequence[str]) -> int:
-    """Returns a number that differs where lines do."""
+    """Returns a 56-bit hash of lines."""
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 def _describe(name: str, tensor: Tensor) -> str:
-    # Strides, because a buffer holds the elements in the order of its tensor's memory.
+    # Strides matter because a bucket's buffer holds a tensor's elements in memory order.
     return (
         f"{name!r} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, "
         f"{'trained' if tensor.requires_grad else 'frozen'}"
@@ -74,7 +74,7 @@ def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: to
     pairs = zip(own, reference, strict=False)
     shorter = min(len(own), len(reference))
     first = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
-    # Ordered by line first and rank second, so that one number names both.
+    # Encodes line and rank in one number, ordered by line first.
     place = torch.iinfo(torch.int64).max if own == reference else first * world_size + rank
     least = torch.tensor([place], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
@@ -101,7 +101,7 @@ def _broadcast_lines(
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors with the values of the group's first rank, in few calls."""
+    """Overwrites tensors with the values of the group's first rank, in few collectives."""
     chosen = list(tensors)
     specs = [tensor_spec(str(index), tensor) for index, tensor in enumerate(chosen)]
     for plan in plan_buckets(specs, _BROADCAST_BYTES):
@@ -109,11 +109,11 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
         views = [view_like(chosen[slot.tensor], slot.piece_of(flat)) for slot in plan.slots]
         for slot, view in zip(plan.slots, views, strict=True):
             view.copy_(chosen[slot.tensor])
-        # As bytes: a backend need not know the dtype to pass it on.
+        # Sends bytes, so that the backend need not support the dtype.
         dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
         targets = [chosen[slot.tensor] for slot in plan.slots]
-        # Two forward passes may precede one backward: a graph that has saved a buffer, whose old
-        # value it does not use in training, must not take it for spoilt.
+        # Two forward passes may precede one backward. A graph that has saved a buffer does not use
+        # its old value in training, so autograd must not see the buffer as modified.
         with _unsafe_preserve_version_counter(tuple(targets)):
             for target, view in zip(targets, views, strict=True):
                 target.copy_(view)

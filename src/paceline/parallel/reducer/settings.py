@@ -1,4 +1,4 @@
-"""How a container sends gradients, and what its user wants of the next pass."""
+"""Settings of gradient synchronisation, and the user's requests for the next pass."""
 
 import dataclasses
 import enum
@@ -18,28 +18,28 @@ class LaunchPolicy(enum.Enum):
     WHEN_READY = enum.auto()
     """As soon as its gradients and all buckets before it are complete."""
     AFTER_BACKWARD = enum.auto()
-    """All together, when backward is over."""
+    """All together after backward."""
     ONE_BY_ONE = enum.auto()
-    """When backward is over, each when the one before it has ended."""
+    """After backward, each when the previous one has completed."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class SyncState:
-    """What the container's user wants of the next pass; outlives the synchroniser."""
+    """The user's requests for the next pass; outlives the synchroniser."""
 
     synchronize: bool = True
-    """Whether passes are averaged now."""
+    """Whether passes are currently averaged."""
     forward_synchronizes: bool = True
-    """Whether they were when the last forward pass ran."""
+    """Value of `synchronize` during the last forward pass."""
     forward_is_pending: bool = False
-    """Whether a forward pass that is to be averaged was not followed by its averages yet."""
+    """Whether a forward pass that is to be averaged has not been averaged yet."""
     pending_weight: tuple[float, Tensor, dist.Work] | None = None
-    """This rank's weight, the sum over the ranks, and what to wait for before using it."""
+    """This rank's weight, the sum over the ranks, and the all-reduce that computes the sum."""
     records_statistics: bool = False
-    """Whether the moments of a pass are kept: events on a GPU, looks at the clock on a CPU."""
+    """Whether timestamps of a pass are recorded: CUDA events on a GPU, clock reads on a CPU."""
 
     def take_weight(self, num_ranks: int) -> RankWeight | None:
-        """Returns what this rank counts for in the average of one pass; None if all count alike."""
+        """Returns and clears this rank's weight for one pass; None if no weight was set."""
         if self.pending_weight is None:
             return None
         own, total, work = self.pending_weight
@@ -49,17 +49,17 @@ class SyncState:
 
 
 class GroupReference:
-    """Knows a process group without keeping it alive.
+    """A weak reference to a process group.
 
-    Whatever is left over when a group is destroyed must not keep it: its threads would then end
-    with the interpreter, which sometimes aborts the process.
+    Objects that outlive the destruction of a group must not keep it alive: its threads would then
+    end with the interpreter, which sometimes aborts the process.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._reference = weakref.ref(group)
 
     def get(self) -> dist.ProcessGroup:
-        """Returns the group; an error if it is gone."""
+        """Returns the group; raises if it has been destroyed."""
         group = self._reference()
         if group is None:
             raise UsageError(
@@ -70,15 +70,15 @@ class GroupReference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How gradients are sent; the same on all ranks."""
+    """How gradients are sent; equal on all ranks."""
 
     group_reference: GroupReference
     device: torch.device
     launch: LaunchPolicy
     reduction_dtype: torch.dtype | None
-    """What the sums are computed and sent in; None for the gradients' own dtype."""
+    """The dtype in which gradients are summed and sent; None for the gradients' own dtype."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
+        """The process group over which gradients are averaged."""
         return self.group_reference.get()

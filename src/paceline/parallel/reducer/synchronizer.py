@@ -1,29 +1,28 @@
-"""Averaging gradients while backward produces them.
+"""Gradient averaging overlapped with backward.
 
 Phases of one backward pass on every rank:
 
-1. The gradient of the module's output arrives: a run begins, and its end is registered with the
-   pass, so that it comes even if nobody asks for it.
-2. A parameter's gradient is complete: it moves into its bucket, multiplied by this rank's
-   weight in the average; small ones wait until there are some to move together. When the bucket and
-   all before it are complete, the bucket's all-reduce starts. Buckets start in the order of their
-   index only, so that ranks whose gradients arrive in a different order cannot wait for each other.
-   Where messages have memory of their own, the one before is waited for and freed then: two are
-   alive at a time, the one in flight and the one that is being filled.
-3. Backward is over: buckets that were not complete start now, with zeros for what is missing; when
-   all containers of the pass have sent theirs, all are waited for. What is left to wait for here is
-   the exposed communication.
+1. The gradient of the module's output arrives: a run begins and registers a callback at the end of
+   the pass, so it completes without a call from the training loop.
+2. A parameter's gradient is complete: it is scaled by this rank's weight and moved into its bucket.
+   Small gradients are moved in groups. When a bucket and all buckets before it are complete, its
+   collective starts. Buckets start strictly in index order, so ranks whose gradients arrive in
+   different orders cannot deadlock. If messages use separate memory, the previous message is then
+   waited for and freed, so at most two exist: one in flight and one being filled.
+3. Backward is over: incomplete buckets start now, with zeros for missing gradients. After all
+   containers of the pass have sent their buckets, all messages are waited for. This wait is the
+   exposed communication.
 
-What is sent and waited for in which order follows from the plan alone. Whether a message has ended
-is never asked: on a GPU that is unknown to the program, which runs ahead of it.
+The plan alone determines the order of sends and waits. The program never polls whether a message
+has completed: on a GPU it runs ahead of the device and cannot know.
 
-A parameter that no rank had a gradient for keeps none; one that some ranks had a gradient for
-gets the average on all of them, zeros counted for the rest.
+A parameter without a gradient on every rank keeps none. If some ranks have a gradient for it, all
+ranks get the average, in which the other ranks count as zeros.
 
-A pass that completes no parameter, as for gradients of the input alone, sends nothing.
+A pass that completes no parameter, for example for gradients of the input only, sends nothing.
 
 Backward passes inside backward (reentrant checkpointing) may complete the same parameter several
-times, so what arrives from one is sent only in phase 3.
+times, so their gradients are sent only in phase 3.
 """
 
 import weakref
@@ -62,11 +61,11 @@ class GradientSynchronizer:
     """Keeps the gradients of some parameters equal over the ranks of a group.
 
     Args:
-        names: The parameters' names, for messages.
-        parameters: Those that are trained.
-        buckets: How they are divided, in the order in which they are sent.
-        settings: How they are sent.
-        sync_state: What the user wants.
+        names: The parameters' names, for error messages.
+        parameters: The trained parameters.
+        buckets: The buckets of the parameters, in sending order.
+        settings: How gradients are sent.
+        sync_state: The user's requests for the next pass.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class GradientSynchronizer:
         self.buckets = buckets
         self._bucket_lengths = [len(bucket.parameters) for bucket in buckets]
         self._places = [(0, 0, 0)] * len(parameters)
-        """Each parameter's bucket, its position there and its bytes."""
+        """Each parameter's bucket index, position in the bucket and size in bytes."""
         for number, bucket in enumerate(buckets):
             for position, slot in enumerate(bucket.plan.slots):
                 num_bytes = parameters[slot.tensor].nbytes
@@ -104,18 +103,18 @@ class GradientSynchronizer:
         self.arrived = bytearray(len(parameters))
         """Which parameters had a gradient in the last synchronised backward on this rank."""
         self.records_times = False
-        """Whether to keep when each gradient arrives, whether the user wants statistics or not."""
+        """Whether to record arrival times even if the user has not requested statistics."""
         self.before_run: Callable[[], None] = _nothing
-        """Called when a pass turns out to be synchronised, on all ranks."""
+        """Called on all ranks when the synchronisation of a pass begins."""
         self.after_run: Callable[[], None] = _nothing
-        """Called when a pass was synchronised, on all ranks."""
+        """Called on all ranks when the synchronisation of a pass has ended."""
         handles = [
             take_when_complete(parameter, self, index) for index, parameter in enumerate(parameters)
         ]
         self._remove_hooks = weakref.finalize(self, _remove_all, handles)
 
     def close(self) -> None:
-        """Lets go of the parameters; their gradients stay as they are."""
+        """Removes the hooks and releases the parameters; gradients are unchanged."""
         self._remove_hooks()
         release(self._parameters)
 
@@ -129,18 +128,18 @@ class GradientSynchronizer:
         return self._run is not None
 
     def watch_outputs(self, outputs: Sequence[Tensor], *, average: bool) -> None:
-        """Lets the gradients of a module's outputs begin a run.
+        """Registers hooks that begin a run when the gradient of an output arrives.
 
         Args:
-            outputs: Tensors of the forward pass.
-            average: Whether the pass is to be averaged, as soon as it completes a gradient.
+            outputs: Output tensors of the forward pass.
+            average: Whether to average the pass if it completes a gradient.
         """
         if average:
             end_of_backward.expect_backward(self)
         if self._is_early:
             self._overlap_monitor.look_at_graph(outputs)
         for output in outputs:
-            # A leaf, such as a parameter, would keep the hook for ever.
+            # A leaf, such as a parameter, would keep the hook forever.
             if output.grad_fn is not None:
                 output.register_hook(  # type: ignore[no-untyped-call]
                     lambda _gradient: self._begin_from_output(average)
@@ -150,9 +149,9 @@ class GradientSynchronizer:
         self.begin(average=average)  # A hook must not return anything.
 
     def forget_broken_pass(self) -> None:
-        """Drops a backward pass that an error has ended; outside of backward only.
+        """Discards a backward pass that an error aborted; call only outside of backward.
 
-        One that had begun to send is never forgotten: its messages would be taken for the next's.
+        Raises if the pass had begun to send: its messages would be mistaken for the next pass's.
         """
         run, self._run = self._run, None
         if run is None:
@@ -167,7 +166,7 @@ class GradientSynchronizer:
             )
 
     def begin(self, *, average: bool) -> BackwardRun:
-        """Begins a run for the backward pass that is going on, unless it has begun."""
+        """Returns the run of the current backward pass, and begins one if there is none."""
         task = current_pass()
         if self._run is None:
             times = None
@@ -185,7 +184,7 @@ class GradientSynchronizer:
         return self._run
 
     def take_part(self, run: BackwardRun) -> None:
-        """Averages a pass that has begun, whether it completes a gradient or not."""
+        """Marks a run as averaged, even if it completes no gradient on this rank."""
         self.before_run()
         num_ranks = dist.get_world_size(self._settings.group)
         run.weight = self._sync_state.take_weight(num_ranks) or RankWeight(1 / num_ranks)
@@ -193,7 +192,7 @@ class GradientSynchronizer:
 
     @torch.no_grad()
     def send_rest(self) -> None:
-        """Sends what backward has not sent; ends a run that completed nothing."""
+        """Sends the buckets not sent during backward; ends a run that is not averaged."""
         run = self._run
         if run is None or run.weight is None:
             self._run = None
@@ -205,7 +204,7 @@ class GradientSynchronizer:
 
     @torch.no_grad()
     def receive_rest(self) -> None:
-        """Waits for all that was sent, and ends the run, if there is one."""
+        """Waits for all messages in flight and ends the run, if there is one."""
         run = self._run
         if run is None:
             return
@@ -221,7 +220,7 @@ class GradientSynchronizer:
             self._overlap_monitor.look_at_arrivals(self._names, self.arrived)
 
     def stats(self) -> SynchronizationStats | None:
-        """Returns what is known of the last synchronisation, if it was to be recorded."""
+        """Returns statistics of the last synchronisation, or None if they were not recorded."""
         if self._last_run is None or self._last_run.times is None:
             return None
         return self._last_run.times.stats(self._bucket_lengths, self._last_run.message_bytes)
@@ -231,16 +230,16 @@ class GradientSynchronizer:
         return [] if self._last_run is None else list(self._last_run.message_bytes)
 
     def arrivals_s(self) -> list[float]:
-        """Returns when each gradient of the last run arrived, if that was recorded."""
+        """Returns each gradient's arrival time in the last run; empty if not recorded."""
         if self._last_run is None or self._last_run.times is None:
             return []
         return self._last_run.times.arrivals_s(len(self._parameters))
 
     def take(self, index: int) -> None:
-        """Takes in a gradient that a backward pass has completed."""
+        """Processes a gradient that backward has completed; called by the parameter's hook."""
         run = self._run
         if run is None:
-            # The module's output was hidden in something that is not searched for tensors.
+            # The output was in a container that `tensors_in` does not search, so no hook fired.
             run = self.begin(average=self._sync_state.forward_synchronizes)
         number, position, num_bytes = self._places[index]
         if run.weight is None:
@@ -277,7 +276,7 @@ class GradientSynchronizer:
 
     @torch.no_grad()
     def _move_waiting(self, run: BackwardRun, number: int) -> None:
-        """Moves the gradients into a bucket that are complete."""
+        """Moves the bucket's complete gradients into its buffer."""
         positions = run.waiting[number]
         assert run.weight is not None
         if positions:
@@ -308,7 +307,7 @@ class GradientSynchronizer:
         run.in_flight.append((message, work))
         if run.times is not None:
             run.times.watch(number, work, self._side_stream)
-        del message, work  # Otherwise one that is received below would not be freed.
+        del message, work  # Otherwise the message received below would not be freed.
         if self._settings.launch is LaunchPolicy.ONE_BY_ONE:
             self._receive_next(run)
         elif (

@@ -1,11 +1,11 @@
-"""Gradients that are reduce-scattered, bucket by bucket.
+"""Buckets whose gradients are reduce-scattered.
 
-A bucket's message is as long as its parameters, and exists only while it is in flight: gradients
-move into it as backward completes them, and are freed; when it has arrived, this rank's shard of
-the sum is added to its shards' gradients, and the message is freed as well. What stays from step
-to step is the gradient of the shard.
+A bucket's message is as large as its parameters, and exists only while it is filled and in flight.
+Gradients are moved into it as backward completes them, and freed. When the message has arrived,
+this rank's shard of the sum is added to its shards' gradients, and the message is freed. Only the
+gradient of the shard persists from step to step.
 
-A parameter whose gradient has moved into a message keeps a `ReducedGradient` in its place.
+A parameter whose gradient was moved into a message has a `ReducedGradient` instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,18 +26,18 @@ class ShardedBucket:
     """A bucket that is reduce-scattered.
 
     Args:
-        plan: What it holds.
+        plan: Layout of the bucket.
         flat: Its parameters, sharded over the ranks.
-        used: Which parameters any rank had a gradient for.
-        places: The places of its parameters in `used`.
-        message_dtype: What is sent.
-        shard_group: Returns the ranks that hold the shards.
+        used: Tracks which parameters had a gradient on any rank.
+        places: The indices of its parameters in `used`.
+        message_dtype: The dtype of the message.
+        shard_group: Returns the group of the ranks that hold the shards.
         when_landed: Called when the message has arrived.
-        sends_counts: Whether the counts of `used` are sent behind it.
+        sends_counts: Whether to send the counts of `used` after this bucket.
     """
 
     is_received_early = True
-    """Whether a message has memory of its own, which is freed when it has arrived."""
+    """Whether messages use separate memory, which is freed when they have been received."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ShardedBucket:
             ReducedGradient(*named) for named in zip(flat.parameters, flat.names, strict=True)
         ]
         self.used = used
-        """Which parameters any rank had a gradient for."""
+        """Tracks which parameters had a gradient on any rank."""
         self._places = places
         self._message_dtype = message_dtype
         self._shard_group = shard_group
@@ -68,23 +68,23 @@ class ShardedBucket:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: dict[nn.Parameter, int] = {}
-        """Parameters that this rank has no gradient for, and their places in `used`."""
+        """Parameters without a gradient on this rank, and their indices in `used`."""
         self._reduce_scatter: ReduceScatter | None = None
         self._gaps = list(_gaps(plan, flat.layout.num_elements))
         flat.gradient = torch.zeros_like(flat.master)
 
     def keep(self, position: int) -> None:
-        """Leaves a gradient where it is, because it is not to be sent yet."""
+        """Leaves a gradient in place, because it is not sent in this pass."""
         parameter = self.parameters[position]
         self.flat.local_gradients.add(parameter)
-        # What was added to a reduced gradient may be another parameter's as well.
+        # A tensor added to a reduced gradient may also be another parameter's gradient: copy it.
         is_shared = type(parameter.grad) is ReducedGradient
         gradient = self._gradient(position)
         if is_shared:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def take(self, positions: Sequence[int], weight: RankWeight) -> None:
-        """Moves gradients into the message, multiplied by the weight."""
+        """Moves gradients into the message, scaled by the weight."""
         if self._buffer is None:
             self._open()
         gradients = [self._gradient(position) for position in positions]
@@ -98,7 +98,7 @@ class ShardedBucket:
                 self.flat.local_gradients.discard(self.parameters[position])
 
     def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
-        """Returns the message, with zeros for what is missing."""
+        """Returns the message, with zeros for missing gradients."""
         if self._buffer is None:
             self._open()
         left = []
@@ -123,24 +123,24 @@ class ShardedBucket:
         return self._reduce_scatter
 
     def unpack(self, _message: Tensor) -> None:
-        """Has this rank's shard of the sum taken in, and the message freed."""
+        """Calls `when_landed`, which adds this rank's shard of the sum and frees the message."""
         self._when_landed(self)
 
     def add_sum_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Adds what has arrived for this rank's shard to a tensor, and frees the message."""
+        """Adds this rank's shard of the sum to a tensor, or overwrites it; frees the message."""
         assert self._reduce_scatter is not None
         self._reduce_scatter.add_to(target, overwrite=overwrite)
         self._reduce_scatter = self._buffer = None
         self._views = []
 
     def zero_what_has_no_gradient(self) -> None:
-        """Clears the shard's gradient where no earlier pass has left one."""
+        """Zeros the gradients of shards that have none from an earlier pass."""
         for shard in self.flat.shards:
             if shard.tensor.grad is None and shard not in self.flat.undecided:
                 self.flat.gradient_of(shard).zero_()
 
     def give_gradients(self) -> None:
-        """Gives shards their gradients, except where this rank itself has had none so far."""
+        """Sets the shards' gradients, except for parameters without a gradient on this rank."""
         for shard in self.flat.shards:
             if shard.parameter not in self._missing:
                 self.flat.undecided.pop(shard, None)
@@ -153,7 +153,7 @@ class ShardedBucket:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether shards have gradients of an earlier pass, to which this one's are added."""
+        """Whether shards have gradients of an earlier pass, to which this pass adds."""
         return bool(self.flat.undecided) or any(
             shard.tensor.grad is not None for shard in self.flat.shards
         )
@@ -180,10 +180,10 @@ class ShardedBucket:
         num_elements = self.flat.layout.num_elements
         self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
         for begin, end in self._gaps:
-            self._buffer[begin:end] = 0  # Shards are updated together with what lies between them.
+            self._buffer[begin:end] = 0  # The optimizer updates the gaps together with the shards.
         pieces = [slot.piece_of(self._buffer) for slot in self.plan.slots]
         self._views = [
-            # A complex number is two real ones, and has no dtype of its own that is narrower.
+            # Complex numbers are sent as pairs of reals: there are no narrow complex dtypes.
             piece.view(*parameter.shape, 2)
             if parameter.is_complex()
             else view_like(parameter, piece)
@@ -192,7 +192,7 @@ class ShardedBucket:
 
 
 def _gaps(plan: BucketPlan, num_elements: int) -> Iterator[tuple[int, int]]:
-    """Yields what lies between a bucket's tensors, and behind the last of them."""
+    """Yields the padding ranges between a bucket's tensors and after the last one."""
     end = 0
     for slot in plan.slots:
         if slot.offset > end:

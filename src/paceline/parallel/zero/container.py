@@ -1,26 +1,26 @@
 """Data parallelism in which each rank keeps a shard of gradients and optimizer state (ZeRO-2).
 
-All ranks have all parameters, each bucket of them in one flat buffer, of which every rank has an
-equal shard. Phases of one step on every rank:
+All ranks have all parameters. Each bucket of parameters is one flat buffer, of which every rank
+owns an equal shard. Phases of one step on every rank:
 
-1. Backward completes a gradient: it moves into its bucket's message. When the bucket and all before
-   it are complete, the bucket is reduce-scattered. A message that has arrived is freed; what stays
-   is this rank's shard of the average.
-2. Backward is over: what is left is sent and waited for, and all ranks know which parameters had a
-   gradient anywhere.
+1. Backward completes a gradient: it is moved into its bucket's message. When the bucket and all
+   buckets before it are complete, the bucket is reduce-scattered. A received message is freed;
+   only this rank's shard of the average remains.
+2. Backward is over: the remaining messages are sent and waited for, and all ranks learn which
+   parameters had a gradient on any rank.
 3. `ShardedOptimizer.step` updates this rank's shards, and starts the all-gather of the parameters,
-   bucket by bucket, in the order in which the next forward pass needs them.
-4. In the next forward pass each layer waits for its own parameters only.
+   one bucket at a time, in the order in which the next forward pass needs them.
+4. In the next forward pass each layer waits only for its own parameters.
 
-Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as an
-all-reduce does; but forward hides the second half, which it cannot do for an all-reduce.
+Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as with an
+all-reduce. But forward hides the second half, which is impossible with an all-reduce.
 
 If the container steps in backward, a bucket is updated and sent when its sum has arrived, while
-backward goes on. A norm over all gradients, or whether they are all finite, is known only later,
-so clipping is refused there, and so is going on without the optimizer's step.
+backward continues. The norm of all gradients, and whether all are finite, is known only later, so
+this mode rejects clipping and skipped optimizer steps.
 
-On a mesh of two dimensions, replicate x shard, gradients are reduce-scattered along the second, and
-each shard is all-reduced along the first (hybrid sharding).
+On a two-dimensional mesh, replicate x shard, gradients are reduce-scattered along the second
+dimension, and each shard is all-reduced along the first (hybrid sharding).
 """
 
 import dataclasses
@@ -59,21 +59,21 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class ShardedDataParallel(DataParallel):
-    """Reduce-scatters gradients (ZeRO-2); further keywords as in `DataParallel`.
+    """Reduce-scatters gradients (ZeRO-2).
 
-    Make a `ShardedOptimizer` of its parameters. Between a step and the next forward pass,
-    parameters are in flight, and whoever reads one waits for it. After backward a parameter's
-    gradient is a `ReducedGradient`: each rank has its own shard of the real one only.
+    Create a `ShardedOptimizer` for its parameters. Between a step and the next forward pass,
+    parameters are in flight, and reading one waits for it. After backward a parameter's gradient is
+    a `ReducedGradient`: each rank has only its own shard of the actual gradient.
 
     Args:
         module: The model.
         bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
             per dtype.
         step_mode: "after_backward", or "in_backward" to update each bucket as its sum arrives.
-        master_dtype: What shards are kept and updated in, for parameters in bf16 or fp16;
-            by default the parameters' own dtype.
-        process_group: The ranks, as a group, a mesh of one dimension, or a mesh of two over all
-            ranks: replicate x shard.
+        master_dtype: The dtype in which shards are stored and updated, for bf16 or fp16
+            parameters; by default the parameters' own dtype.
+        process_group: The ranks, as a group, a one-dimensional mesh, or a two-dimensional mesh
+            over all ranks: replicate x shard.
         keywords: As in `DataParallel`: reduction_dtype, broadcast_buffers.
     """
 
@@ -110,20 +110,20 @@ class ShardedDataParallel(DataParallel):
         )
         self._gather_hooks = GatherHooks(module, self._shared)
         self._inner_modules = tuple(module.modules())
-        # Inside of a compiled graph no layer can wait. Not a decorator: that loads the compiler.
+        # Layers cannot wait inside a compiled graph. A decorator would load the compiler.
         disable: Any = torch.compiler.disable
         self._wait_before_compiled_code: Callable[[], None] = disable(self._shared.wait)
 
     @property
     def _synchronizes(self) -> bool:
-        return True  # One rank has shards too, so that its optimizer finds them.
+        return True  # A single rank has shards too: its optimizer needs them.
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the module; each layer waits for its own parameters.
 
         Args:
-            arguments: As the module takes them.
-            keywords: As the module takes them.
+            arguments: Positional arguments of the module.
+            keywords: Keyword arguments of the module.
         """
         if torch.compiler.is_compiling() or self._has_compiled_layer_in_flight():
             self._wait_before_compiled_code()
@@ -135,20 +135,20 @@ class ShardedDataParallel(DataParallel):
         return self._shared.are_in_flight and any(map(is_compiled, self._inner_modules))
 
     def record_statistics(self, enabled: bool = True) -> None:
-        """Has the moments of the passes to come kept for `synchronization_stats`, or no longer.
+        """Turns the recording of timestamps for `synchronization_stats` on or off.
 
         Args:
-            enabled: Whether to keep them.
+            enabled: Whether to record subsequent passes.
         """
         super().record_statistics(enabled)
         if enabled:
             self._shared.time_waits()
 
     def synchronization_stats(self) -> SynchronizationStats | None:
-        """Returns sizes and times of the last synchronisation on this rank.
+        """Returns message sizes and times of the last synchronisation on this rank.
 
-        What the forward pass before it has waited for parameters counts as exposed. None before
-        it, and where nobody has asked to `record_statistics` before.
+        Waits for parameters in the preceding forward pass count as exposed. Returns None before
+        the first synchronisation, and if `record_statistics` was not on for it.
         """
         stats = super().synchronization_stats()
         if stats is None or stats.exposed_wait_s is None:
@@ -164,8 +164,8 @@ class ShardedDataParallel(DataParallel):
         """Waits for the parameters, and yields them with their names.
 
         Args:
-            arguments: As `torch.nn.Module` takes them.
-            keywords: As `torch.nn.Module` takes them.
+            arguments: As for `torch.nn.Module.named_parameters`.
+            keywords: As for `torch.nn.Module.named_parameters`.
         """
         self.wait_for_parameters()
         return super().named_parameters(*arguments, **keywords)
@@ -174,9 +174,9 @@ class ShardedDataParallel(DataParallel):
         """Clears the gradients of parameters and of this rank's shards.
 
         Args:
-            set_to_none: Whether gradients are dropped, or kept and filled with zeros.
+            set_to_none: Whether to drop gradients instead of filling them with zeros.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # No gradient is in flight.
+        with torch._C.DisableTorchFunctionSubclass():  # Gradients are never in flight: do not wait.
             super().zero_grad(set_to_none)
         self._shared.zero_gradients(set_to_none=set_to_none)
 
@@ -215,7 +215,7 @@ class ShardedDataParallel(DataParallel):
                 partition=Partition.ELEMENTS,
                 master_dtype=self._master_dtype,
             )
-            # One that steps on arrival has to know at once which of its parameters have gradients.
+            # A bucket that steps on arrival must know immediately which parameters have gradients.
             self._buckets.append(
                 ShardedBucket(
                     plan,
@@ -232,7 +232,7 @@ class ShardedDataParallel(DataParallel):
         if steps_in_backward and not sends_directly(shard_group.get(), device):
             parameter_group = _copy_of(shard_group, device)
         self._shared = ShardedParameters(
-            # Backward reaches the last layers first, forward the first.
+            # Buckets are in backward order, flats in forward order.
             [bucket.flat for bucket in reversed(self._buckets)],
             parameter_group,
             used,
@@ -241,7 +241,7 @@ class ShardedDataParallel(DataParallel):
         return self._buckets
 
     def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # On a CPU ranks add up in the master's dtype what they are sent; NCCL adds on the way.
+        # On a CPU ranks sum received messages in the master's dtype; NCCL sums in the message's.
         sums = self._master_dtype if works_in_place(self._settings.device) else None
         return self._settings.reduction_dtype or sums or dtype
 
@@ -260,7 +260,7 @@ class ShardedDataParallel(DataParallel):
         return super()._prepare()
 
     def _follow_changes(self, *, agree: bool) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # None of this needs a value.
+        with torch._C.DisableTorchFunctionSubclass():  # No parameter value is read: do not wait.
             unknown = [
                 name
                 for name, parameter in self.module.named_parameters()
@@ -278,7 +278,7 @@ class ShardedDataParallel(DataParallel):
         return f"{super()._describe_settings()}, {self._step_mode}, master {self._master_dtype}"
 
     def _land(self, bucket: ShardedBucket) -> None:
-        """Takes in a bucket's sum, or has it averaged with those of the replicas first."""
+        """Adds a bucket's sum to the gradients, or starts its all-reduce over replicas first."""
         is_accumulating = bucket.is_accumulating
         if is_accumulating:
             bucket.zero_what_has_no_gradient()
@@ -300,7 +300,7 @@ class ShardedDataParallel(DataParallel):
             self._shared.step_flat(bucket.flat)
 
     def _settle(self) -> None:
-        """Ends a pass: all sums are here."""
+        """Completes a pass after all its messages have been received."""
         self._num_passes += 1
         self._forward_waits = self._shared.take_waits()
         for bucket, pending, total in self._landed:
@@ -313,7 +313,7 @@ class ShardedDataParallel(DataParallel):
 
 
 def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Returns a call of a method whose owner it does not keep alive: no cycle, no wait for one."""
+    """Returns a function that calls a method without keeping its object alive in a cycle."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> None:
@@ -326,8 +326,8 @@ def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
 def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
     """Returns a second group of the same ranks.
 
-    Which sums have arrived when a bucket is sent differs by rank. Collectives of one group must
-    have the same order on all ranks, so that parameters need a group of their own beside gradients.
+    Collectives of one group must have the same order on all ranks. The sums that have arrived when
+    a bucket is sent differ by rank, so parameters and gradients need separate groups.
     """
     original = group.get()
     backend = original._get_backend(device)
@@ -343,7 +343,7 @@ def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
 
 
 def _groups_of(mesh: DeviceMesh) -> tuple[GroupReference, GroupReference]:
-    """Returns the group of replicas and that of shards of a mesh of two dimensions."""
+    """Returns the groups of replicas and of shards of a two-dimensional mesh."""
     if mesh.size() != dist.get_world_size():
         raise UsageError(
             f"a mesh of two dimensions must hold all {dist.get_world_size()} ranks, this one has "

@@ -1,10 +1,9 @@
-"""Parameters in one flat buffer, of which every rank has a shard.
+"""Parameters in one flat buffer, of which every rank owns a shard.
 
-The parameters keep their identity, shape and values, but lie one behind another, so that a rank's
-shard is one contiguous tensor and goes to the others in one message. What the optimizer of a rank
-updates are its parts of it: one tensor per parameter that its shard holds elements of, all of them
-views of the shard. With a master dtype they are views of a copy in that dtype, for parameters in
-bf16 or fp16 whose updates would be rounded away.
+The parameters keep their identity, shape and values, but are contiguous in memory, so a rank's
+shard is one contiguous tensor and is sent in one message. A rank's optimizer updates views of its
+shard: one tensor per parameter with elements in the shard. With a master dtype they are views of a
+copy in that dtype, because rounding would lose small updates of bf16 or fp16 parameters.
 """
 
 import dataclasses
@@ -27,27 +26,28 @@ class Shard:
 
     parameter: nn.Parameter
     start: int
-    """First of its elements, in the order of the parameter's memory; a complex one counts twice."""
+    """Index of its first element in memory order; a complex element counts twice."""
     end: int
     tensor: nn.Parameter
-    """What the optimizer updates; the parameter itself where ranks own whole parameters."""
+    """The tensor that the optimizer updates; the parameter itself if ranks own whole parameters."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the parameter itself."""
+        """Whether the shard is the parameter itself."""
         return self.tensor is self.parameter
 
 
 class FlatParameters:
-    """Moves parameters into one flat tensor, and keeps this rank's shards of it.
+    """Moves parameters into one flat tensor, and holds this rank's shards of it.
 
     Args:
-        layout: Where they lie, and where the ranks' shards begin.
-        parameters: The list that was laid out, by place.
-        names: What to call them, by place.
-        rank: This rank's place in the group.
-        partition: Whether shards are cut from parameters, or parameters themselves.
-        master_dtype: What the optimizer updates its shards in; by default the parameters' own.
+        layout: Positions of the parameters, and borders of the ranks' shards.
+        parameters: The sharded list of parameters, which `Slot.tensor` indexes.
+        names: The parameters' names, in the same order, for error messages.
+        rank: This rank's index in the group.
+        partition: Whether shards are slices of parameters or whole parameters.
+        master_dtype: The dtype in which the optimizer updates its shards; by default the
+            parameters' own dtype.
     """
 
     @torch.no_grad()
@@ -72,12 +72,12 @@ class FlatParameters:
             parameter.data = view
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.local_shard = self.buffer[layout.borders[rank] : layout.borders[rank + 1]]
-        """This rank's shard of the buffer, as the others see it."""
+        """This rank's shard of the buffer, which is sent to the other ranks."""
         self.has_master = master_dtype is not None and master_dtype != layout.dtype
         self.master = (
             self.local_shard.to(master_dtype, copy=True) if self.has_master else self.local_shard
         )
-        """What this rank's optimizer updates."""
+        """The tensor that this rank's optimizer updates."""
         self.shards = []
         begin = layout.borders[rank]
         for tensor, start, end, offset in layout.slices(rank):
@@ -93,21 +93,21 @@ class FlatParameters:
                 )
             )
         self.gradient: Tensor = self.master[:0]
-        """Gradient of the local shard, once a container has made room for it."""
+        """Gradient of the local shard, once a container has allocated it."""
         self.local_gradients: set[nn.Parameter] = set()
-        """Parameters whose gradients are this rank's own, to be sent with the next pass."""
+        """Parameters with local gradients, which are sent with the next averaged pass."""
         self.undecided: dict[Shard, tuple[int, Tensor]] = {}
-        """Shards that other ranks may have had a gradient for, the places of their parameters among
-        all, and the sums."""
+        """Shards for which only other ranks may have had a gradient, with the index of the
+        parameter in `UsedParameters` and the sum."""
         self.was_trained = False
-        """Whether a container has averaged gradients here that were not dropped since; the same on
-        all ranks."""
+        """Whether a container has averaged gradients that have not been dropped since; equal on all
+        ranks."""
         self.arriving = ArrivingParameters(self.parameters, layout.device)
         self._versions = self._current_versions()
 
     @property
     def is_trained(self) -> bool:
-        """Whether any of the parameters is not frozen; the same on all ranks."""
+        """Whether any of the parameters is not frozen; equal on all ranks."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
@@ -122,7 +122,7 @@ class FlatParameters:
                 shard.tensor.grad.zero_()
 
     def offset_of(self, shard: Shard) -> int:
-        """Returns where a shard that was cut from its parameter begins in the local shard."""
+        """Returns the offset in the local shard of a shard that is a slice of its parameter."""
         return int(shard.tensor.storage_offset() - self.master.storage_offset())
 
     def gradient_of(self, shard: Shard) -> Tensor:
@@ -131,7 +131,7 @@ class FlatParameters:
         return self.gradient[begin : begin + shard.end - shard.start]
 
     def require_in_place(self) -> None:
-        """Raises if a parameter no longer lies where it was put, naming it."""
+        """Raises if a parameter's memory is no longer in the flat buffer."""
         for parameter, address, name in zip(
             self.parameters, self._addresses, self.names, strict=True
         ):
@@ -143,25 +143,25 @@ class FlatParameters:
 
     @torch.no_grad()
     def publish(self, group: dist.ProcessGroup) -> None:
-        """Starts to send this rank's shard to all, and to receive theirs."""
+        """Starts the all-gather of the ranks' shards."""
         if self.has_master:
             self.local_shard.copy_(self.master)
-        # A graph that has saved the old values must not be run backward with the new ones.
+        # Autograd must detect if a graph that has saved the old values runs backward.
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = self._current_versions()
         self.arriving.start(start_all_gather(self.buffer, self.layout.borders, group))
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a reader of a parameter would have to wait."""
+        """Whether a reader of a parameter has to wait."""
         return self.arriving.are_in_flight
 
     def wait(self) -> None:
-        """Waits until all shards are here, if they are in flight."""
+        """Waits until all shards have arrived, if they are in flight."""
         self.arriving.wait()
 
     def follow_edits(self) -> None:
-        """Lets the master follow parameters that were changed in place since they were sent."""
+        """Updates the master from parameters that were changed in place since they were sent."""
         if self.has_master and self._current_versions() != self._versions:
             self.refresh_master()
 
@@ -170,9 +170,9 @@ class FlatParameters:
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Takes the parameters' values for the master's where they differ, as after loading them.
+        """Copies changed parameter values to the master, for example after loading them.
 
-        Where a parameter is what the master is rounded to, the master knows better.
+        Elements of the master that round to the parameter's value are kept: they are more precise.
         """
         if self.has_master:
             is_same = self.master.to(self.local_shard.dtype) == self.local_shard
@@ -183,9 +183,9 @@ class FlatParameters:
 
 
 def flat_elements(parameter: Tensor, values: Tensor) -> Tensor:
-    """Returns values of a parameter's shape, flat in the order of the parameter's memory.
+    """Returns values of a parameter's shape, flattened in the parameter's memory order.
 
-    Complex numbers are two real ones each. Shares memory with the values where it can.
+    Each complex number becomes two real numbers. Shares memory with the values if possible.
     """
     if parameter.is_complex():
         return torch.view_as_real(values.contiguous()).view(-1)

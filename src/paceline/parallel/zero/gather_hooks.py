@@ -1,12 +1,13 @@
-"""Letting each layer wait for its own parameters, and no layer read what is in flight.
+"""Hooks that make each layer wait for its own parameters before it reads them.
 
-Most modules read their own parameters when they are called. Some read those of others: a list of
-parameters is never called, and attention may use the matrix of a projection that it does not call.
-Which modules are called is learned in the first forward pass, when nothing is in flight; whatever
-was not called then is waited for by the module around it that was.
+Most modules read their own parameters when they are called. Some parameters are read by other
+modules: a list of parameters is never called, and attention may use the matrix of a projection
+without calling it. The first forward pass, when nothing is in flight, records which modules are
+called. The closest enclosing module that is called waits for the parameters of modules that are
+not.
 
-The module holds hooks that know the container weakly and copy as nothing: a copy of the module is
-no part of the container, and the module outlives it.
+The module's hooks reference the container weakly, and their copies do nothing: a copy of the module
+is not part of the container, and the module may outlive the container.
 """
 
 import weakref
@@ -21,11 +22,11 @@ from paceline.parallel.zero.registry import ShardedParameters
 
 
 class GatherHooks:
-    """Waits for parameters wherever the module is about to use, save or load them.
+    """Waits for parameters before the module uses, saves or loads them.
 
     Args:
         root: The module.
-        parameters: What is in flight between a step and the next forward pass.
+        parameters: Its parameters, in flight between a step and the next forward pass.
     """
 
     def __init__(self, root: nn.Module, parameters: ShardedParameters) -> None:
@@ -36,14 +37,14 @@ class GatherHooks:
             weakref.WeakKeyDictionary()
         )
         self._needed: Mapping[nn.Module, list[FlatParameters]] | None = None
-        """What a module waits for; None until that is learned."""
+        """The parameters that each module waits for; None before the first forward pass."""
         flat_of = {parameter: flat for flat in parameters.flats for parameter in flat.parameters}
         for module in root.modules():
             flats = (flat_of[p] for p in module.parameters(recurse=False) if p in flat_of)
             self._own[module] = list(dict.fromkeys(flats))
-            # Before other hooks, which may compute parameters from parameters.
+            # Runs before other hooks, which may compute parameters from parameters.
             module.register_forward_pre_hook(_Hook(self, GatherHooks.before), prepend=True)
-            # Parts of a model are saved and loaded by themselves as well.
+            # Submodules may also be saved and loaded separately.
             wait, refresh = (
                 _Hook(self, action) for action in (GatherHooks.wait, GatherHooks.refresh)
             )
@@ -52,7 +53,7 @@ class GatherHooks:
             module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
 
     def before(self, module: nn.Module) -> None:
-        """Waits for what a module needs that is about to be called."""
+        """Waits for the parameters of a module that is about to be called."""
         if self._needed is None:
             self._called.add(module)
             self._parameters.wait()
@@ -61,16 +62,16 @@ class GatherHooks:
             flat.wait()
 
     def wait(self, _module: nn.Module) -> None:
-        """Waits for everything."""
+        """Waits for all parameters."""
         self._parameters.wait()
 
     def refresh(self, module: nn.Module) -> None:
-        """Lets masters follow parameters that were loaded."""
+        """Updates the master copies of a module's loaded parameters."""
         for flat in self._own.get(module, ()):
             flat.refresh_master()
 
     def learn(self) -> None:
-        """Decides who waits for what, when the whole module has been called once."""
+        """Assigns parameters to waiting modules, after the first forward pass."""
         root = self._root()
         if self._needed is not None or root is None:
             return
@@ -92,7 +93,7 @@ class GatherHooks:
 
 
 class _Hook:
-    """Calls a method of an object that may be gone; as a copy, does nothing."""
+    """Calls a method of a weakly referenced object; copies of the hook do nothing."""
 
     def __init__(
         self, target: GatherHooks, action: Callable[[GatherHooks, nn.Module], None]
@@ -102,7 +103,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # The container waits before it calls what is compiled.
+            return  # The container waits before it calls compiled code.
         if (target := self._target()) is not None:
             self._action(target, module)
 

@@ -1,11 +1,11 @@
-"""Parameters in flight: whatever reads one waits for it first.
+"""Parameters in flight: every read waits for the new values first.
 
-Layers wait for their own parameters when they are called. But anything may read a parameter: a
-layer that shares a weight, an average of the weights, a program that saves them. So as long as new
-values are in flight, a parameter's class is one whose tensors torch asks before it does anything
-with them (`__torch_function__`). The first question waits for the values, and gives the parameter
-its own class back; from then on there is nothing to ask, and nothing to pay. Identity, gradient
-and autograd's view of the parameter are the same throughout.
+Layers wait for their own parameters when they are called. But other code may read a parameter too:
+a layer that shares a weight, an average of the weights, a program that saves them. While new values
+are in flight, a parameter therefore has a class with `__torch_function__`, which torch calls before
+any operation on it. The first call waits for the values and restores the parameter's own class, so
+later operations cost nothing extra. Identity, gradient and autograd state of the parameter do not
+change.
 """
 
 import copy
@@ -21,7 +21,7 @@ from paceline.kernels.named_range import named_range
 from paceline.parallel.ranks import device_clock
 from paceline.parallel.ranks.pending import Pending
 
-_tensor: Any = Tensor  # Its properties are themselves functions to torch.
+_tensor: Any = Tensor  # torch passes property accessors to `__torch_function__`.
 _NEEDS_NO_VALUE: frozenset[Any] = frozenset(
     {
         _tensor.grad.__get__,
@@ -31,11 +31,11 @@ _NEEDS_NO_VALUE: frozenset[Any] = frozenset(
         _tensor.is_leaf.__get__,
     }
 )
-"""What is asked of parameters between a step and the next forward pass, such as by zero_grad."""
+"""Accessors that read no values, used between a step and the next forward pass (zero_grad)."""
 
 
 class _InFlight:
-    """Waits before anything is done with a parameter."""
+    """Waits before any operation on a parameter."""
 
     _arriving: "ArrivingParameters"
 
@@ -49,7 +49,7 @@ class _InFlight:
                 if issubclass(each, _InFlight):
                     each._arriving.wait()
             if not all(issubclass(each, _InFlight) for each in types):
-                return function(*arguments, **keywords)  # Others are to be asked, too.
+                return function(*arguments, **keywords)  # Other subclasses must get their call.
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **keywords)
 
@@ -63,13 +63,13 @@ class _InFlight:
 
 
 class ArrivingParameters:
-    """Parameters whose new values arrive together, and what to wait for.
+    """Parameters whose new values arrive together.
 
-    Readers wait for as long as the stream that had the values sent has not waited: whatever comes
-    behind it in that stream, or in others that follow it, is in order from then on.
+    Readers wait until the stream that sent the values has waited. All later work in that stream,
+    and in streams ordered after it, then sees the new values.
 
     Args:
-        parameters: All of one device.
+        parameters: Parameters on one device.
         device: The device.
     """
 
@@ -77,23 +77,23 @@ class ArrivingParameters:
         self._device = device
         self._pending: Pending | None = None
         self._sender: Hashable = None
-        """The stream in which the values were sent off."""
+        """The stream that sent the values."""
         self._are_marked = False
         self.is_timed = device_clock.current_stream(device) is None
-        """Whether it is noted how long readers wait: on a GPU that takes events."""
+        """Whether readers' waits are timed; off by default on a GPU, where timing needs events."""
         self.waits: list[tuple[device_clock.Moment, device_clock.Moment]] = []
-        """When readers have waited, since someone has last looked."""
+        """Start and end of the readers' waits since the list was last cleared."""
         waiting: dict[type, type] = {}
         for own in dict.fromkeys(type(parameter) for parameter in parameters):
             waiting[own] = type(own.__name__, (_InFlight, own), {"_arriving": self})
-        # A class is part of a cycle, and must not keep parameters until that is found.
+        # A class is part of a reference cycle; weak references let parameters be freed before it.
         self._classes = [
             (weakref.ref(parameter), type(parameter), waiting[type(parameter)])
             for parameter in parameters
         ]
 
     def start(self, pending: Pending) -> None:
-        """Lets readers wait from now on, if there is anything to wait for."""
+        """Makes readers wait for an operation, unless it has already been waited for."""
         if pending.is_awaited:
             return
         self._pending = pending
@@ -105,13 +105,13 @@ class ArrivingParameters:
 
     @property
     def are_in_flight(self) -> bool:
-        """Whether a reader would have to wait."""
+        """Whether a reader has to wait."""
         return self._are_marked
 
     def wait(self) -> None:
-        """Waits until the values are here, on a GPU in the current stream.
+        """Waits until the values have arrived, on a GPU in the current stream.
 
-        Values that have failed to come are an error for every reader.
+        Raises for every reader if the transfer failed.
         """
         pending = self._pending
         if pending is None:

@@ -1,19 +1,20 @@
 """An optimizer whose state is sharded over ranks (ZeRO-1).
 
-Every rank keeps the state of its own shards only. With plain gradients, or under any container that
-averages them on all ranks, phases of one step on every rank are:
+Every rank keeps only the state of its own shards. With plain gradients, or under any container that
+averages them on all ranks, one step on every rank has these phases:
 
-1. The options of the groups, which schedulers change, go to the inner optimizers.
-2. An inner optimizer updates the shards of this rank, in place.
+1. The options of the groups, which schedulers change, are copied to the inner optimizers.
+2. An inner optimizer updates the shards of this rank in place.
 3. An all-gather per dtype and device gives all ranks every shard: on gloo as one message per rank,
-   on NCCL in place. All are in flight at once, and waited for in the end.
+   on NCCL in place. All are in flight at once, and the step waits for them at its end.
 
-Under `ShardedDataParallel`, which reduce-scatters the gradients, phases 2 and 3 go bucket by
-bucket (small ones are updated together), those that the next forward pass needs first; and nobody
-waits in the end, but the next forward pass does, layer by layer.
+Under `ShardedDataParallel`, which reduce-scatters the gradients, phases 2 and 3 run one bucket at a
+time (small buckets are updated together), beginning with those that the next forward pass needs
+first. The step does not wait for the all-gathers; the next forward pass does, layer by layer.
 
-With all-reduced gradients this is ZeRO-1 with half as much communication again: an all-reduce moves
-twice the parameters' size, the all-gather a third. A reduce-scatter saves one of the three.
+ZeRO-1 with all-reduced gradients communicates 1.5 times as much as plain data parallelism: an
+all-reduce moves the parameters' size twice, the all-gather once more. Replacing the all-reduce with
+a reduce-scatter saves one of the three.
 """
 
 import inspect
@@ -47,21 +48,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 _STEPPED_TOGETHER = 2**17
-"""Elements of a rank's shards of several buckets that are updated before any is sent."""
+"""Maximum elements of a rank's shards of several buckets that are updated together."""
 
 
 class ShardedOptimizer(Optimizer):
-    """Any optimizer of torch, with its state sharded over the ranks of a group (ZeRO-1).
+    """A torch optimizer with its state sharded over the ranks of a group (ZeRO-1).
 
     Args:
-        params: Parameters or groups, as for the optimizer itself; the same on all ranks, with the
-            same values. Those of a `ShardedDataParallel` are sharded as it has sharded them.
-        optimizer_cls: What updates a rank's shards.
-        partition: "elements" cuts evenly, for optimizers that treat each element by itself;
-            "parameters" gives whole parameters to ranks, balanced by size, for any. By default
-            the first for those of torch's optimizers that allow it.
-        process_group: The ranks, as a group or a mesh of one dimension; all by default.
-        kwargs: For the optimizer.
+        params: Parameters or groups, as for the optimizer itself; equal on all ranks, with equal
+            values. Parameters of a `ShardedDataParallel` keep the shards of their container.
+        optimizer_cls: Class of the optimizer that updates a rank's shards.
+        partition: "elements" splits evenly, for elementwise optimizers; "parameters" assigns whole
+            parameters to ranks, balanced by size, for any optimizer. By default "elements" for
+            torch's elementwise optimizers, otherwise "parameters".
+        process_group: The ranks, as a group or a one-dimensional mesh; by default all ranks.
+        kwargs: Keyword arguments for the optimizer.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ShardedOptimizer(Optimizer):
         self._containers: list[ShardedParameters] = []
         self._is_complete = False
         listed = list(params)
-        # Validates the options as the optimizer itself would, and knows its defaults.
+        # Creating the optimizer validates the options and provides the defaults.
         defaults = optimizer_cls(listed, **kwargs).defaults
         super().__init__(listed, defaults)
         self._is_complete = True
@@ -100,10 +101,10 @@ class ShardedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Does nothing: torch's own constructor sets what the inner optimizers have.
+        """Does nothing: the inner optimizers hold the state, but torch's constructor sets it.
 
         Args:
-            value: Empty.
+            value: The empty state that the constructor sets.
         """
 
     @property
@@ -115,7 +116,7 @@ class ShardedOptimizer(Optimizer):
         """Adds a group, and shards it over the ranks.
 
         Args:
-            param_group: As torch's optimizers take it: params, and options that differ.
+            param_group: As for torch's optimizers: params, and options that differ from defaults.
         """
         super().add_param_group(param_group)
         if self._is_complete:
@@ -125,11 +126,11 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Updates this rank's shards and sends them; returns the closure's loss.
 
-        Where the container steps in backward, all of that has been done; call it all the same.
+        Call it even if the container steps in backward and has already done both.
 
         Args:
-            closure: Computes the loss again, with gradients.
-            kwargs: For the optimizer's own step.
+            closure: Recomputes the loss, with gradients.
+            kwargs: Keyword arguments for the optimizer's own step.
         """
         loss = None
         if closure is not None:
@@ -154,9 +155,9 @@ class ShardedOptimizer(Optimizer):
         """Clears the gradients of all parameters, owned or not, and of the shards.
 
         Args:
-            set_to_none: Whether gradients are dropped, or kept and filled with zeros.
+            set_to_none: Whether to drop gradients instead of filling them with zeros.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # No gradient is in flight.
+        with torch._C.DisableTorchFunctionSubclass():  # Gradients are never in flight: do not wait.
             super().zero_grad(set_to_none)
         for container in self._containers:
             container.zero_gradients(set_to_none=set_to_none)
@@ -181,7 +182,7 @@ class ShardedOptimizer(Optimizer):
         ]
 
     def state_tensors(self) -> list[Tensor]:
-        """Returns what this rank keeps from step to step, master copies of its shards included."""
+        """Returns this rank's persistent state, including the master copies of its shards."""
         kept = [flat.master for flat in self._parts if flat.has_master]
         for part in self.parts:
             if part.inner is not None:
@@ -196,27 +197,27 @@ class ShardedOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state on every rank, as torch's own optimizer does; all ranks call it.
+        """Returns the full state on every rank, in torch's format; all ranks must call it.
 
-        This is what torch.distributed.checkpoint's functions over models and optimizers ask for.
-        It takes the memory that sharding saves: `checkpoint_state` does not, and `full_state_dict`
-        does on one rank only.
+        torch.distributed.checkpoint's functions for models and optimizers require it. It uses the
+        memory that sharding saves: `checkpoint_state` does not, and `full_state_dict` does so on
+        one rank only.
         """
         return gather_full_state(self.param_groups, self.parts, on_all_ranks=True)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Returns the state dictionary of torch's own optimizer; all ranks call it.
+        """Returns the state dictionary of torch's own optimizer; all ranks must call it.
 
-        On the first rank of the group it is complete, on the CPU; on the others it is empty. A
-        master copy of the parameters is no part of it.
+        It is complete and on the CPU on the first rank of the group, and empty on the others. It
+        does not include master copies of the parameters.
         """
         return gather_full_state(self.param_groups, self.parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of torch's own optimizer, of which each rank keeps its shards.
+        """Loads a state dictionary of torch's own optimizer; each rank keeps only its shards.
 
         Args:
-            state_dict: Of all parameters, from `full_state_dict` or from torch's own optimizer.
+            state_dict: The state of all parameters, from `full_state_dict` or torch's optimizer.
         """
         load_full_state(self.param_groups, self.parts, state_dict)
 
@@ -224,7 +225,7 @@ class ShardedOptimizer(Optimizer):
         """Returns this rank's part of a checkpoint of torch.distributed.checkpoint.
 
         Args:
-            model: What the parameters belong to; they go by the names that it gives them.
+            model: The model of the parameters, which provides their names.
         """
         from paceline.parallel.zero.optimizer_checkpoint import checkpoint_state
 
@@ -237,13 +238,13 @@ class ShardedOptimizer(Optimizer):
         prefix: str = "optimizer",
         planner: "LoadPlanner | None" = None,
     ) -> None:
-        """Takes the state from a checkpoint of torch.distributed.checkpoint; all ranks call it.
+        """Loads the state from a torch.distributed.checkpoint checkpoint; all ranks must call it.
 
         Args:
             model: As for `checkpoint_state`.
-            reader: Where the checkpoint is, such as a `FileSystemReader`.
-            prefix: Under which key `checkpoint_state` was saved.
-            planner: What reads values that are no tensors; torch's own by default.
+            reader: Reader of the checkpoint, such as a `FileSystemReader`.
+            prefix: The key under which `checkpoint_state` was saved.
+            planner: The planner that reads non-tensor values; torch's own by default.
         """
         from paceline.parallel.zero.optimizer_checkpoint import load_checkpoint
 
@@ -263,7 +264,7 @@ class ShardedOptimizer(Optimizer):
                 plain.append(parameter)
             else:
                 sharded[found] = None
-        # Apart, so that what is frozen need not be sent with what is trained.
+        # Frozen and trained parameters use separate buffers, so frozen ones need not be sent.
         for is_trained in (True, False):
             self._shard_plain([p for p in plain if p.requires_grad == is_trained], groups)
         for parameters in sharded:
@@ -311,7 +312,7 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Returns the tensors that an optimizer keeps on this rank from step to step."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_tensors()
-    # torch's ZeroRedundancyOptimizer has an inner optimizer of this name.
+    # torch's ZeroRedundancyOptimizer has its inner optimizer in `optim`.
     return _tensors_in_state(getattr(optimizer, "optim", optimizer))
 
 
@@ -321,9 +322,9 @@ def _tensors_in_state(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _batches(flats: Sequence[FlatParameters]) -> Iterator[list[FlatParameters]]:
-    """Groups buckets that are so small that a step by itself would cost more than its arithmetic.
+    """Groups buckets so small that the overhead of separate steps would exceed their arithmetic.
 
-    Large ones step one by one, so that the first is sent while the others are updated.
+    Large buckets step one by one, so that the first is sent while the others are updated.
     """
     batch: list[FlatParameters] = []
     num_elements = 0

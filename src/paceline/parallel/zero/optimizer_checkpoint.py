@@ -1,8 +1,8 @@
-"""A sharded optimizer's state in a checkpoint of torch.distributed.checkpoint.
+"""Saves and loads a sharded optimizer's state with torch.distributed.checkpoint.
 
-Saving, every rank writes its own shards; all of a parameter's shards are one flat tensor in the
-checkpoint, under the parameter's name. Loading, a rank looks up in the checkpoint's metadata what
-state there is for its shards, and reads these elements only, whoever has written them.
+On saving, every rank writes its own shards; a parameter's shards form one flat tensor in the
+checkpoint, under the parameter's name. On loading, a rank finds the state of its shards in the
+checkpoint's metadata and reads only these elements, regardless of the ranks that wrote them.
 """
 
 import json
@@ -49,9 +49,9 @@ _LIST = "list"
 
 
 class FlatPiece(Tensor):
-    """Elements of a flat tensor whose other elements are on other ranks.
+    """A slice of a flat tensor whose other elements are on other ranks.
 
-    torch.distributed.checkpoint asks a tensor's own methods of these names where it lies.
+    torch.distributed.checkpoint calls the dunder methods below to locate the slice.
     """
 
     start: int
@@ -59,13 +59,13 @@ class FlatPiece(Tensor):
 
     @staticmethod
     def of(tensor: Tensor, start: int, total: int) -> "FlatPiece":
-        """Says where a tensor lies in the whole; it keeps its memory."""
+        """Returns a tensor as a slice at `start` of a tensor of `total` elements; shares memory."""
         piece = tensor.detach().as_subclass(FlatPiece)
         piece.start, piece.total = start, total
         return piece
 
     def size(self) -> torch.Size:  # type: ignore[override]
-        """Returns the size of the whole, which the checkpoint knows it by."""
+        """Returns the size of the whole tensor, as stored in the checkpoint."""
         return torch.Size([self.total])
 
     def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
@@ -97,7 +97,7 @@ class FlatPiece(Tensor):
 def checkpoint_state(
     groups: Sequence[dict[str, Any]], parts: Sequence[ShardOptimizer], model: nn.Module
 ) -> dict[str, Any]:
-    """Returns what this rank has to save, by the names that the model gives its parameters."""
+    """Returns the state that this rank must save, by the model's parameter names."""
     require_same_options(parts)
     names = parameter_names(groups, model)
     state: dict[str, Any] = {}
@@ -116,12 +116,12 @@ def describe(
     names: dict[nn.Parameter, str],
     stages: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Returns what a checkpoint says of an optimizer beside its state: options, and shapes.
+    """Returns the checkpoint entries of an optimizer other than its state: options and layouts.
 
     Args:
-        groups: Of this rank's parameters.
-        names: Of these parameters.
-        stages: The ranks that have the others, where a pipeline divides them.
+        groups: Groups of this rank's parameters.
+        names: Names of these parameters.
+        stages: The ranks that hold the other parameters, if a pipeline divides the model.
     """
     layout = {name: _layout(parameter) for parameter, name in names.items()}
     packed = pack_groups(groups)
@@ -129,7 +129,7 @@ def describe(
         for group, size in zip(packed, _joint_lengths(groups, names, stages), strict=True):
             group["params"] = list(range(size))
         layout = {name: each for part in _from_each(layout, stages) for name, each in part.items()}
-    # As text: the checkpoint would take lists apart. A learning rate may be a tensor.
+    # As text, because the checkpoint would flatten lists. A learning rate may be a tensor.
     options = json.dumps(
         [_pack_lists(group) for group in packed], default=lambda value: value.item()
     )
@@ -145,7 +145,7 @@ def load_checkpoint(
     group: dist.ProcessGroup | None,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """Reads what this rank needs, and gives it to its inner optimizers."""
+    """Reads the state of this rank's shards, and loads it into the inner optimizers."""
     names = parameter_names(groups, model)
     saved = reader.read_metadata().state_dict_metadata
     keys = saved_keys(saved, prefix, names.values())
@@ -166,12 +166,12 @@ def load_checkpoint(
 def saved_keys(
     saved: Mapping[str, Any], prefix: str, names: Iterable[str]
 ) -> dict[str, dict[str, str]]:
-    """Returns, for each parameter, the names of its entries in a checkpoint, by key of its state.
+    """Returns, for each parameter, the names of its checkpoint entries by state key.
 
     Args:
-        saved: What the checkpoint holds, by name.
-        prefix: Under which key the optimizer was saved.
-        names: Of the parameters.
+        saved: Metadata of the checkpoint's entries, by name.
+        prefix: The key under which the optimizer was saved.
+        names: Names of the parameters.
     """
     if f"{prefix}.{_GROUPS}" not in saved:
         raise OptimizerStateError(
@@ -196,7 +196,7 @@ def load_entries(
     planner: LoadPlanner | None,
     stages: dist.ProcessGroup | None = None,
 ) -> None:
-    """Reads entries of a checkpoint, and gives groups their options, if shapes are the same."""
+    """Reads checkpoint entries and the groups' options; raises if parameter layouts differ."""
     groups_name, layout_name = f"{prefix}.{_GROUPS}", f"{prefix}.{_LAYOUT}"
     wanted |= {groups_name: None, layout_name: None}
     load(wanted, storage_reader=reader, process_group=group, planner=planner)
@@ -208,7 +208,7 @@ def load_entries(
 def _joint_lengths(
     groups: Sequence[dict[str, Any]], names: dict[nn.Parameter, str], stages: dist.ProcessGroup
 ) -> list[int]:
-    """Returns how many parameters each group has on all stages; a copy on another counts once."""
+    """Returns each group's number of parameters over all stages; copies count once."""
     own = [[names[parameter] for parameter in group["params"]] for group in groups]
     gathered = _from_each(own, stages)
     return [len(set().union(*same)) for same in zip(*gathered, strict=True)]
@@ -221,7 +221,7 @@ def _from_each(value: Any, stages: dist.ProcessGroup) -> list[Any]:
 
 
 def _pack_lists(group: dict[str, Any]) -> dict[str, Any]:
-    """Marks lists, which JSON cannot tell from tuples such as betas."""
+    """Marks lists, which JSON does not distinguish from tuples such as betas."""
     return {
         name: {_LIST: value} if isinstance(value, list) else value for name, value in group.items()
     }
@@ -238,7 +238,7 @@ def _unpack(value: Any) -> Any:
 
 
 def _layout(parameter: nn.Parameter) -> list[list[int]]:
-    """Returns shape and strides: state is saved in the order of the parameter's memory."""
+    """Returns shape and strides: state is saved in the parameter's memory order."""
     return [list(parameter.shape), list(parameter.stride())]
 
 
@@ -257,7 +257,7 @@ def _require_layout(names: dict[nn.Parameter, str], saved: dict[str, Any]) -> No
 
 
 def parameter_names(groups: Sequence[dict[str, Any]], model: nn.Module) -> dict[nn.Parameter, str]:
-    """Returns the names of the optimizer's parameters in the model, whatever its container."""
+    """Returns the names of the optimizer's parameters in the model inside any container."""
     inner = getattr(model, "module", None)
     model = inner if isinstance(inner, nn.Module) else model
     known = {parameter: name for name, parameter in model.named_parameters()}
@@ -276,7 +276,7 @@ def _piece(shard: Shard, elements: Tensor) -> FlatPiece:
 
 
 def _room_for(saved: Any, shard: Shard, key: str) -> Any:
-    """Returns what an entry is read into."""
+    """Returns the object into which an entry is read; None for an entry that is not a tensor."""
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype

@@ -1,8 +1,8 @@
-"""A sharded optimizer's state in full, as torch's own optimizers save and load it.
+"""A sharded optimizer's full state, in the format of torch's own optimizers.
 
-Parameters are numbered as torch numbers them: over all groups, in their order. State that has one
-number per element of a parameter is cut with the parameter. Whatever else there is, such as the
-count of steps, is the same for all shards of a parameter.
+Parameters are numbered as in torch: consecutively over all groups. State with one number per
+element of a parameter is sharded like the parameter. All other state, such as the step count, is
+equal for all shards of a parameter.
 """
 
 import copy
@@ -27,13 +27,13 @@ from paceline.parallel.zero.shard_optimizer import (
 
 
 class OptimizerStateError(PacelineError):
-    """A saved state does not fit the optimizer that is to take it, naming the parameter."""
+    """A saved state does not fit the optimizer; the message names the difference."""
 
 
 _Entry: TypeAlias = tuple[int, str, int | None, Any]
-"""A parameter's number, a key of its state, where the shard begins, and its elements.
+"""A parameter's number, a key of its state, the start of the shard, and the shard's elements.
 
-Or, for state that is not cut with the parameter, None and the state itself.
+For state that is not sharded with the parameter, None and the state itself instead.
 """
 
 
@@ -42,12 +42,12 @@ def gather_full_state(
 ) -> dict[str, Any]:
     """Returns the state dictionary of torch's own optimizer on the first rank, else an empty one.
 
-    It goes bucket by bucket, so that nobody holds more than the result and one bucket.
+    Gathers one bucket at a time, so no rank holds more than the result and one bucket.
 
     Args:
-        groups: Of whole parameters.
+        groups: Groups of whole parameters.
         parts: The inner optimizers.
-        on_all_ranks: Whether all ranks get it, on their own devices.
+        on_all_ranks: Whether all ranks get the state, on their own devices.
     """
     require_same_options(parts)
     numbers = number_parameters(groups)
@@ -83,9 +83,9 @@ def _entries(part: ShardOptimizer, numbers: Mapping[nn.Parameter, int]) -> Itera
         number = numbers[shard.parameter]
         for key, value in part.state_of(shard).items():
             if key == MASTER:
-                continue  # torch's optimizer would take it for state of its own.
+                continue  # torch's optimizer would treat it as part of its own state.
             if (elements := elements_of(shard, key, value)) is not None:
-                # A copy: pickled, a piece of a tensor takes the whole of it along.
+                # Copies: pickling a slice would include the whole tensor.
                 yield number, key, shard.start, elements.detach().clone().cpu()
             else:
                 yield number, key, None, value.cpu() if isinstance(value, Tensor) else value
@@ -111,9 +111,9 @@ def _merge(
 def load_full_state(
     groups: Sequence[dict[str, Any]], parts: Sequence[ShardOptimizer], saved: dict[str, Any]
 ) -> None:
-    """Gives this rank's shards what a state dictionary of torch's own optimizer holds of them."""
+    """Loads this rank's shards from a state dictionary of torch's own optimizer."""
     load_options(groups, saved["param_groups"])
-    # torch.distributed.checkpoint has names in place of numbers; their order counts.
+    # torch.distributed.checkpoint uses names instead of numbers, so match by order.
     saved_numbers = (number for group in saved["param_groups"] for number in group["params"])
     numbers = dict(zip(number_parameters(groups), saved_numbers, strict=True))
     install(
@@ -130,7 +130,7 @@ def load_full_state(
 
 
 def _cut(shard: Shard, key: str, value: Any) -> Any:
-    """Returns a shard's part of a parameter's state, as a copy: optimizers work in place."""
+    """Returns a copy of a shard's part of a parameter's state: optimizers modify it in place."""
     is_cut = isinstance(value, Tensor) and value.shape == shard.parameter.shape and key != STEP
     if not is_cut:
         return copy.deepcopy(value)
@@ -139,25 +139,25 @@ def _cut(shard: Shard, key: str, value: Any) -> Any:
 
 
 def elements_of(shard: Shard, key: str, value: Any) -> Tensor | None:
-    """Returns state that has one number per element of a shard, flat; None for any other."""
+    """Returns a shard's per-element state, flattened; None for other state."""
     if key == STEP or not isinstance(value, Tensor) or value.shape != shard.tensor.shape:
         return None
     return flat_elements(shard.parameter, value) if shard.is_whole else value
 
 
 def shaped(shard: Shard, elements: Tensor) -> Tensor:
-    """Gives a shard's elements the shape that its optimizer keeps them in."""
+    """Returns a shard's elements in the shape that its optimizer uses."""
     return view_like(shard.parameter, elements) if shard.is_whole else elements
 
 
 def number_parameters(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, int]:
-    """Numbers parameters as torch's state dictionaries do."""
+    """Returns the number of each parameter in torch's state dictionaries."""
     parameters = (parameter for group in groups for parameter in group["params"])
     return {parameter: number for number, parameter in enumerate(parameters)}
 
 
 def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns groups with numbers in place of their parameters."""
+    """Returns groups with numbers instead of parameters."""
     numbers = number_parameters(groups)
     return [
         {**group, "params": [numbers[parameter] for parameter in group["params"]]}
@@ -170,12 +170,12 @@ def load_options(
     saved: Sequence[dict[str, Any]],
     lengths: Sequence[int] | None = None,
 ) -> None:
-    """Gives groups the options that were saved.
+    """Loads saved options into groups.
 
     Args:
-        groups: Of this rank.
-        saved: Of all parameters.
-        lengths: Parameters of each group, where this rank has a part of them.
+        groups: This rank's groups.
+        saved: The saved groups of all parameters.
+        lengths: Number of parameters of each group, if this rank has only some of them.
     """
     lengths = [len(group["params"]) for group in groups] if lengths is None else lengths
     saved_lengths = [len(group["params"]) for group in saved]
@@ -190,7 +190,7 @@ def load_options(
 
 @torch.no_grad()
 def install(parts: Sequence[ShardOptimizer], states: Mapping[Shard, dict[str, Any]]) -> None:
-    """Gives each shard its state, and its own value where it is more precise."""
+    """Loads the state of each shard, and its master copy if it has one."""
     for part in parts:
         for flat in part.flats:
             flat.refresh_master()
@@ -202,9 +202,10 @@ def install(parts: Sequence[ShardOptimizer], states: Mapping[Shard, dict[str, An
 
 
 def take_over_options(parts: Sequence[ShardOptimizer]) -> None:
-    """Lets the groups of whole parameters show what the inner optimizers have changed in theirs.
+    """Copies options that the inner optimizers have changed to the groups of whole parameters.
 
-    Some optimizers count steps or keep estimates there. What they do not agree on stays inside.
+    Some optimizers count steps or keep estimates in their groups. Values on which the inner
+    optimizers disagree are not copied.
     """
     for changes in _changes(parts):
         if not _disagree(changes):
@@ -213,7 +214,7 @@ def take_over_options(parts: Sequence[ShardOptimizer]) -> None:
 
 
 def require_same_options(parts: Sequence[ShardOptimizer]) -> None:
-    """Raises if inner optimizers have each made something else of an option, naming it."""
+    """Raises if inner optimizers have changed an option of one group to different values."""
     take_over_options(parts)
     for changes in _changes(parts):
         name, values = changes[0].name, {repr(change.value) for change in changes}

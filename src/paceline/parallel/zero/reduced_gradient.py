@@ -1,8 +1,8 @@
-"""What stands for a gradient that was reduce-scattered.
+"""Placeholder for a gradient that was reduce-scattered.
 
-A rank has its own shard of such a gradient only. Were a parameter's gradient None, it would seem to
-have none: a norm over all gradients would be 0, and a plain optimizer would do nothing. So it is
-a tensor without memory, which refuses to be used and says what to do instead.
+A rank holds only its own shard of such a gradient. If the parameter's gradient were None, the norm
+over all gradients would be 0, and a plain optimizer would silently do nothing. The placeholder is a
+tensor without memory that raises when used, with an error that names the alternatives.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ class ReducedGradient(Tensor):
     """A gradient whose elements are on the ranks that own them.
 
     Args:
-        parameter: Whose gradient it is.
-        name: What to call the parameter.
+        parameter: The parameter of the gradient.
+        name: The parameter's name, for error messages.
     """
 
     parameter_name: str
     received: Tensor | None
-    """What a later backward pass has added: a gradient of its own, for the next message."""
+    """The gradient that later backward passes have added, for the next message."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -49,7 +49,7 @@ class ReducedGradient(Tensor):
         pass
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Returns an empty storage, for those who count memory."""
+        """Returns an empty storage, for code that counts memory."""
         return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -65,7 +65,7 @@ class ReducedGradient(Tensor):
                 more = arguments[1]
                 first.received = more if first.received is None else first.received + more
                 return first
-            if function is _aten.add.Tensor:  # The same, with a graph of its own.
+            if function is _aten.add.Tensor:  # The same, out of place (create_graph=True).
                 return arguments[1]
             if function in _CHANGES_NOTHING:
                 return first

@@ -1,8 +1,8 @@
-"""Parameters that a container has sharded over ranks, and the optimizer that updates them.
+"""Registry that connects a container's sharded parameters with the optimizer that updates them.
 
-The container knows when a bucket's gradients have arrived, the optimizer how to step. They meet
-here, and know each other by weak references only: parameters are found by identity, so that an
-optimizer needs nothing but the parameters.
+The container knows when a bucket's gradients have arrived, the optimizer how to step. They hold
+only weak references to each other. Parameters are looked up by identity, so an optimizer needs
+nothing but the parameters.
 """
 
 import gc
@@ -28,9 +28,9 @@ class ShardedParameters:
     """The flat parameters of one container, one object per bucket.
 
     Args:
-        flats: In the order in which the next forward pass needs them.
+        flats: The flat parameters, in the order in which the next forward pass needs them.
         group: The ranks that hold the shards.
-        used: Which parameters any rank had a gradient for.
+        used: Tracks which parameters had a gradient on any rank.
         steps_in_backward: Whether each bucket's parameters are updated as soon as their gradients
             have arrived.
     """
@@ -56,13 +56,13 @@ class ShardedParameters:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether anyone would update the shards."""
+        """Whether an optimizer is attached and alive."""
         return self._find_step() is not None
 
     def attach(self, step_flat: _Step) -> None:
-        """Lets a method of an optimizer update this rank's shards of flat parameters."""
+        """Registers the optimizer method that updates this rank's shards of flat parameters."""
         if self._find_step() not in (None, step_flat):
-            gc.collect()  # It may be dropped already, and wait in a cycle to be freed.
+            gc.collect()  # The old optimizer may be unreachable, but held by a reference cycle.
         if self._find_step() not in (None, step_flat):
             raise UsageError(
                 "the parameters of a ShardedDataParallel already belong to another "
@@ -71,7 +71,7 @@ class ShardedParameters:
         self._find_step = weakref.WeakMethod(step_flat)
 
     def step_flat(self, flat: FlatParameters) -> None:
-        """Updates this rank's shards, whose gradients have arrived, and sends them."""
+        """Updates and sends this rank's shards of a bucket whose gradients have arrived."""
         if (step := self._find_step()) is None:
             raise UsageError(
                 "a ShardedDataParallel that steps in backward has no optimizer; create a "
@@ -81,7 +81,10 @@ class ShardedParameters:
         step(flat)
 
     def decide_gradients(self) -> None:
-        """Gives a gradient to shards that only other ranks had one for; if any, asks the device."""
+        """Sets the gradient of undecided shards that had one on any rank.
+
+        Waits for the device only if there are undecided shards.
+        """
         self._used.decide_gradients(self.flats)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
@@ -95,18 +98,18 @@ class ShardedParameters:
 
     @property
     def are_in_flight(self) -> bool:
-        """Whether a reader of some parameter would have to wait."""
+        """Whether a reader of some parameter has to wait."""
         return any(flat.is_in_flight for flat in self.flats)
 
     def take_waits(self) -> list[tuple[Moment, Moment]]:
-        """Returns when readers have waited for parameters since this was last asked."""
+        """Returns and clears the recorded waits of readers for parameters."""
         waits = [moments for flat in self.flats for moments in flat.arriving.waits]
         for flat in self.flats:
             flat.arriving.waits.clear()
         return waits
 
     def time_waits(self) -> None:
-        """Has it noted from now on how long readers wait."""
+        """Turns on timing of the readers' waits."""
         for flat in self.flats:
             flat.arriving.is_timed = True
 
@@ -117,6 +120,6 @@ class ShardedParameters:
 
 
 def find_sharded_parameters(parameter: nn.Parameter) -> ShardedParameters | None:
-    """Returns whose parameter this is; None if no container has sharded it."""
+    """Returns the sharded parameters that contain a parameter; None if it is not sharded."""
     reference: Any = _known.get(parameter)
     return None if reference is None else reference()

@@ -1,10 +1,10 @@
-"""Neighbouring shards as one tensor.
+"""Runs: neighbouring shards that the optimizer sees as one tensor.
 
-An optimizer's step costs Python time per tensor. Under a container all gradients of a flat buffer's
-shard lie one behind another, as the shard itself does; so shards that are neighbours and have the
-same options go to the optimizer as one tensor (a run), which is right because it treats each
-element by itself. Where one of them has no gradient in some step and another has, the run is split
-for good: their state differs from then on.
+An optimizer's step costs Python time per tensor. Under a container, the gradients of a flat
+buffer's shard are contiguous, as is the shard itself. Neighbouring shards with the same options are
+therefore passed to the optimizer as one tensor (a run), which is correct because the optimizer is
+elementwise. If in some step only part of a run's shards have a gradient, the run is permanently
+split, because the states of its shards differ from then on.
 """
 
 import dataclasses
@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
 
 STEP = "step"
-"""State of one number, which a parameter without dimensions cannot tell from its own shape."""
+"""Key of the step count, a scalar: it has the shape of a zero-dimensional parameter's state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """Neighbouring shards that the optimizer updates as one tensor, or a single one."""
+    """Neighbouring shards that the optimizer updates as one tensor, or a single shard."""
 
     flat: FlatParameters
     shards: Sequence[Shard]
     tensor: nn.Parameter
-    """What the optimizer updates: the only shard's own tensor, or all of them."""
+    """The tensor that the optimizer updates: the single shard's own, or one that spans all."""
     offsets: Sequence[int]
-    """Where the shards begin in the local shard of their flat buffer."""
+    """Start of each shard in the local shard of the flat buffer."""
 
     @property
     def is_one_shard(self) -> bool:
-        """Whether the tensor is a shard's own."""
+        """Whether the run consists of a single shard."""
         return self.tensor is self.shards[0].tensor
 
     @property
     def begin(self) -> int:
-        """Where the run begins in the local shard of its flat buffer."""
+        """Start of the run in the local shard of its flat buffer."""
         return self.offsets[0]
 
     def state_of(self, shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Run:
         }
 
     def can_join(self, states: Mapping[Shard, Mapping[str, Any]]) -> bool:
-        """Whether what the shards have beside one number per element is the same for all."""
+        """Returns whether all shards have equal state apart from per-element state."""
         first = states[self.shards[0]]
         for state in (states[shard] for shard in self.shards[1:]):
             if state.keys() != first.keys():
@@ -65,7 +65,7 @@ class Run:
         return True
 
     def join_states(self, states: Mapping[Shard, dict[str, Any]]) -> dict[str, Any]:
-        """Returns the run's state, made of the shards'."""
+        """Returns the run's state, joined from the shards' states."""
         first = self.shards[0]
         joined = dict(states[first])
         if self.is_one_shard:
@@ -83,12 +83,12 @@ class Run:
 
 
 def single(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
-    """Makes each shard a run."""
+    """Returns one run per shard."""
     return [Run(flat=flat, shards=[shard], tensor=shard.tensor, offsets=[0]) for shard in shards]
 
 
 def join_neighbours(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
-    """Joins shards between which no other one lies."""
+    """Returns runs of shards that are adjacent in the flat buffer."""
     places = {shard: place for place, shard in enumerate(flat.shards)}
     runs = []
     for _, numbered in itertools.groupby(enumerate(shards), lambda item: places[item[1]] - item[0]):

@@ -1,6 +1,6 @@
-"""The inner optimizer of flat parameters: it updates this rank's shards of them, and sends them.
+"""The inner optimizer of flat parameters, which updates and sends this rank's shards.
 
-Under a container it is given neighbouring shards as one tensor (`paceline.parallel.zero.runs`).
+Under a container it sees neighbouring shards as one tensor (`paceline.parallel.zero.runs`).
 """
 
 import copy
@@ -22,24 +22,24 @@ from paceline.parallel.zero.runs import Run, join_neighbours, single
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], Optimizer]
 
 MASTER = "master"
-"""Under this name a shard's own value is saved, where it is more precise than the parameter."""
+"""Key under which a shard's value is saved if it is more precise than the parameter."""
 
 NOT_OPTIONS = ("params", "param_names")
-"""What a group has beside its options."""
+"""Keys of a group that are not options."""
 
 
 class ChangedOption(NamedTuple):
-    """A value that an optimizer keeps in a group, as counts of steps and estimates are kept."""
+    """An option that an optimizer has changed in its group, such as a step count or an estimate."""
 
     outer: dict[str, Any]
     """The group of whole parameters."""
     given: dict[str, Any]
-    """What the inner group was last given."""
+    """The options last copied to the inner group."""
     name: str
     value: Any
 
     def take_over(self) -> None:
-        """Lets the outer group show it."""
+        """Copies the value to the outer group."""
         self.outer[self.name], self.given[self.name] = _own(self.value), _own(self.value)
 
 
@@ -47,11 +47,12 @@ class ShardOptimizer:
     """Steps this rank's shards of flat parameters, and sends them.
 
     Args:
-        flats: Parameters, and this rank's shards of them, which step together.
+        flats: Flat parameters whose shards step together.
         group: The ranks that hold the shards.
-        outer_groups: Groups of whole parameters; the shards take their options from them.
-        make: Makes an optimizer of groups of shards.
-        container: Who reduce-scatters the gradients; None if all ranks have all of them.
+        outer_groups: Groups of whole parameters, whose options apply to the shards.
+        make: Creates an optimizer from groups of shards.
+        container: The parameters of the container that reduce-scatters the gradients; None if all
+            ranks have all gradients.
     """
 
     def __init__(
@@ -66,20 +67,20 @@ class ShardOptimizer:
         self.group = group
         self._make = make
         self.is_awaited_elsewhere = container is not None
-        """Whether the next forward pass waits for what is sent, instead of the step itself."""
+        """Whether the next forward pass waits for the sent shards, instead of the step itself."""
         self.steps_in_backward = container is not None and container.steps_in_backward
         self.shards: list[Shard] = []
-        """What this rank's optimizer updates."""
+        """The shards that this rank's optimizer updates."""
         self.inner: Optimizer | None = None
-        """None where no group has a parameter of these."""
+        """The optimizer of the shards; None if no group contains any of the parameters."""
         self._runs: dict[Shard, Run] = {}
         self._outer_groups: list[dict[str, Any]] = []
         self._given: list[dict[str, Any]] = []
-        """The options that the inner groups were last given."""
+        """The options last copied to each inner group."""
         self.extend(outer_groups)
 
     def extend(self, outer_groups: Sequence[dict[str, Any]]) -> None:
-        """Takes in the shards of further groups."""
+        """Adds the shards of further groups."""
         groups = []
         for outer in outer_groups:
             chosen = set(outer["params"])
@@ -94,7 +95,7 @@ class ShardOptimizer:
             self._runs |= {shard: run for run in runs for shard in run.shards}
             self._outer_groups.append(outer)
             self._given.append(_options(outer))
-            # Where this rank has no shard, something empty: an optimizer may count in its groups.
+            # An empty tensor if this rank has no shard: the optimizer may count in its groups.
             tensors = [run.tensor for run in runs] or [_nothing_like(parameters[0])]
             groups.append({**_options(outer), "params": tensors})
         if self.inner is None and groups:
@@ -104,7 +105,7 @@ class ShardOptimizer:
                 self.inner.add_param_group(group)
 
     def step(self, **keywords: Any) -> None:
-        """Updates this rank's shards, and starts to send them."""
+        """Updates this rank's shards, and starts their all-gather."""
         flats = [flat for flat in self.flats if self._may_change(flat)]
         for flat in flats:
             flat.wait()
@@ -124,9 +125,9 @@ class ShardOptimizer:
             flat.publish(self.group.get())
 
     def _may_change(self, flat: FlatParameters) -> bool:
-        """Whether to update and send parameters; the same on all ranks.
+        """Returns whether to update and send parameters; equal on all ranks.
 
-        Frozen ones change too while they have gradients from before: momentum moves them on.
+        Frozen parameters with earlier gradients change too, for example through momentum.
         """
         if flat.is_trained:
             return True
@@ -135,9 +136,9 @@ class ShardOptimizer:
         return any(parameter.grad is not None for parameter in flat.parameters)
 
     def _pass_on_options(self, inner: Optimizer) -> None:
-        """Gives the inner groups what has changed in the outer ones, as schedulers change them.
+        """Copies changed options, for example by schedulers, from the outer to the inner groups.
 
-        No more than that: an optimizer may keep counts of its own among its options.
+        Unchanged options are not copied, because an optimizer may keep counts among its options.
         """
         groups = zip(self._outer_groups, inner.param_groups, self._given, strict=True)
         for outer, inner_group, given in groups:
@@ -146,7 +147,7 @@ class ShardOptimizer:
                     inner_group[name], given[name] = _own(value), _own(value)
 
     def changed_options(self) -> Iterator[ChangedOption]:
-        """Yields what the inner optimizer has changed in its groups."""
+        """Yields the options that the inner optimizer has changed in its groups."""
         if self.inner is None:
             return
         groups = zip(self._outer_groups, self.inner.param_groups, self._given, strict=True)
@@ -157,7 +158,7 @@ class ShardOptimizer:
 
     @property
     def _cuts_gradients(self) -> bool:
-        """Whether shards' gradients are cut from whole ones, which all ranks have."""
+        """Whether shards' gradients are slices of full gradients, which all ranks have."""
         return not self.is_awaited_elsewhere and self.flats[0].partition is Partition.ELEMENTS
 
     def _cut_gradient(self, shard: Shard) -> Tensor | None:
@@ -173,9 +174,9 @@ class ShardOptimizer:
         return flat_elements(shard.parameter, gradient)[shard.start : shard.end]
 
     def take_gradients_set_by_hand(self) -> bool:
-        """Takes whole gradients that no backward pass has computed; returns whether there are any.
+        """Copies full gradients set by user code to the shards; returns whether there are any.
 
-        torch.distributed.checkpoint sets zeros, so that a step makes the optimizer's state.
+        torch.distributed.checkpoint sets zeros, so that a step creates the optimizer's state.
         """
         has_any = False
         for shard in self.shards:
@@ -183,7 +184,7 @@ class ShardOptimizer:
                 continue
             flat = self._runs[shard].flat
             if shard.parameter in flat.local_gradients:
-                continue  # Of a pass in no_sync: the next one sends it.
+                continue  # A local gradient of a pass in no_sync, which the next pass sends.
             if (gradient := self._cut_gradient(shard)) is not None:
                 shard.tensor.grad = flat.gradient_of(shard).copy_(gradient)
                 has_any = True
@@ -202,7 +203,7 @@ class ShardOptimizer:
                 run.tensor.grad = None
 
     def _split(self, run: Run) -> None:
-        """Lets the optimizer update each shard of a run by itself from now on."""
+        """Replaces a run with its single shards in the optimizer."""
         assert self.inner is not None
         states = {shard: self._state_of(shard) for shard in run.shards}
         self.inner.state.pop(run.tensor, None)
@@ -228,18 +229,18 @@ class ShardOptimizer:
         return run.state_of(shard, self.inner.state.get(run.tensor, {}))
 
     def has_master(self, shard: Shard) -> bool:
-        """Whether a shard is kept in a more precise dtype than its parameter."""
+        """Returns whether a shard has a master copy in another dtype than its parameter."""
         return self._runs[shard].flat.has_master
 
     def state_of(self, shard: Shard) -> dict[str, Any]:
-        """Returns a shard's state, with its own value where that is more precise."""
+        """Returns a shard's state, including its master copy if it has one."""
         state = self._state_of(shard)
         if self.has_master(shard):
             state[MASTER] = shard.tensor.detach()
         return state
 
     def load_state(self, states: Mapping[Shard, dict[str, Any]]) -> None:
-        """Gives each shard its state, on its device and in its dtype as torch decides."""
+        """Loads the state of each shard; torch determines device and dtype."""
         if self.inner is None:
             return
         for run in dict.fromkeys(self._runs.values()):
@@ -258,7 +259,7 @@ class ShardOptimizer:
         self.inner.load_state_dict({"state": numbered, "param_groups": groups})
 
     def drop_gradients(self) -> None:
-        """Forgets the shards' gradients."""
+        """Sets the shards' gradients to None."""
         for shard in self.shards:
             shard.tensor.grad = None
 
@@ -269,7 +270,7 @@ def _nothing_like(parameter: nn.Parameter) -> nn.Parameter:
 
 def _differs(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) or isinstance(other, Tensor):
-        return value is not other  # One that is changed in place is the inner group's as well.
+        return value is not other  # The groups share tensors, so in-place changes reach both.
     return bool(value != other)
 
 

@@ -1,9 +1,9 @@
-"""Which parameters any rank had a gradient for.
+"""Tracks which parameters had a gradient on any rank.
 
-Ranks tell each other in one small message per backward pass, sent behind the last bucket; in one
-per bucket where buckets step in backward. Most never look at it: only where this rank itself had no
-gradient is there anything to find out, and that is asked once per optimizer step, however many
-passes there were. Asking waits for the device.
+Ranks exchange this in one small message per backward pass, sent after the last bucket, or one per
+bucket if buckets step in backward. Reading the result waits for the device. A rank reads it only
+for parameters without a gradient of its own, and only once per optimizer step, regardless of the
+number of passes.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class UsedParameters:
     """Counts, for each parameter, the ranks that had a gradient.
 
     Args:
-        num_parameters: How many are trained.
-        device: Where to communicate from.
+        num_parameters: Number of tracked parameters.
+        device: Device of the collectives.
     """
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
@@ -31,11 +31,11 @@ class UsedParameters:
         self._passes: list[tuple[Tensor, Pending]] = []
 
     def note_missing(self, parameter: int) -> None:
-        """Notes that this rank has no gradient for a parameter in this pass."""
+        """Records that this rank has no gradient for a parameter in this pass."""
         self._missing.append(parameter)
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Starts to count this pass over the ranks."""
+        """Starts the all-reduce of this pass's counts."""
         counts = torch.ones(self._num_parameters, device=self._device)
         for parameter in self._missing:
             counts[parameter] = 0
@@ -45,7 +45,10 @@ class UsedParameters:
         self._passes.append((counts, pending))
 
     def decide_gradients(self, flats: Sequence[FlatParameters]) -> None:
-        """Gives a gradient to shards that only other ranks had one for; if any, asks the device."""
+        """Sets the gradient of undecided shards that had one on any rank.
+
+        Waits for the device only if there are undecided shards.
+        """
         undecided = [item for flat in flats for item in flat.undecided.items()]
         if undecided:
             answers = self._had_gradients([place for _, (place, _) in undecided])
@@ -57,7 +60,7 @@ class UsedParameters:
         self.forget()
 
     def _had_gradients(self, parameters: Sequence[int]) -> list[bool]:
-        """Returns whether any rank had a gradient for each of these in any pass that is kept."""
+        """Returns whether any rank had a gradient for each parameter in any recorded pass."""
         counts = []
         for of_pass, pending in self._passes:
             pending.wait()
@@ -66,7 +69,7 @@ class UsedParameters:
         return answers
 
     def forget(self) -> None:
-        """Forgets earlier passes, whose gradients nobody will ask for any more."""
+        """Discards the recorded passes, after waiting for their messages."""
         for _, pending in self._passes:
             pending.wait()
         self._passes = []

@@ -1,1 +1,1 @@
-"""What frameworks reach on devices: constants of the step time, fitted to measured runs."""
+"""Framework calibrations: step-time constants per device, fitted to measured runs."""

@@ -1,8 +1,8 @@
-"""Makes calibrations of measured rows: fits, residuals with each model held out, ranges.
+"""Builds calibrations from measured rows: fits, held-out residuals, feature ranges.
 
-Rows of one framework are fitted together; every device and dtype of it becomes a calibration. A
-model is held out by fitting all rows of the others; where a framework has one model only, one
-number of devices is held out instead.
+The rows of one framework are fitted together, and each device and dtype gets a calibration. A model
+is held out by fitting the rows of all other models. If a framework has only one model, one device
+count is held out instead.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from paceline.planner.calibrations.terms import USUAL_TERMS, terms_of
 
 
 def held_out_by(cases: Sequence[Case]) -> list[str]:
-    """Returns for every case the name of the fold in which it is held out."""
+    """Returns the name of each case's held-out fold."""
     if len({case.run.model for case in cases}) > 1:
         return [case.run.model for case in cases]
     return [f"{case.run.devices} devices" for case in cases]
 
 
 def predict_held_out(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS) -> Array:
-    """Returns the seconds of every case as predicted without its model; nan with one fold only."""
+    """Returns each case's predicted seconds from a fit without its fold; NaN if only one fold."""
     folds = held_out_by(cases)
     predicted = np.full(len(cases), np.nan)
     for fold in sorted(set(folds)):
@@ -41,7 +41,7 @@ def predict_held_out(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERM
 def build_calibrations(
     cases: Sequence[Case], *, name: str | None = None
 ) -> list[FrameworkCalibration]:
-    """Fits the rows of one pool; returns a calibration for each of its devices and dtypes."""
+    """Fits the rows of one pool and returns one calibration per device and dtype."""
     if not cases:
         raise UsageError("no row can be predicted: give model, devices, batch, layout and time")
     terms = terms_of(cases[0].pool)
@@ -52,7 +52,7 @@ def build_calibrations(
 def calibrations_of(
     cases: Sequence[Case], fit: Fit, held_out: Array, *, name: str | None = None
 ) -> list[FrameworkCalibration]:
-    """Returns a calibration for each device and dtype of a fit."""
+    """Returns one calibration per device and dtype of a fit."""
     measured = np.array([case.step_s for case in cases])
     ratios = np.log(measured / held_out)
     residuals = [
@@ -66,7 +66,7 @@ def calibrations_of(
         if np.isfinite(ratio)
     ]
     made = []
-    # A way of running that is not the usual one helps to fit the others, and is no calibration.
+    # Runs in a non-default mode (such as eager) contribute to the fit but get no calibration.
     for variant in sorted({case.variant for case in cases if not case.variant.variation}):
         own = [case for case in cases if case.variant == variant]
         ids = {case.run.id for case in own}

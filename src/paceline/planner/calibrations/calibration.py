@@ -1,9 +1,9 @@
-"""What a framework reaches on a device, with the rows that say so and how far off they were.
+"""Calibration of a framework on a device: fitted constants, source rows and held-out residuals.
 
-The interval of a prediction comes from rows that were predicted while their model was held out:
-the 90% quantile of their errors, of runs in the same regime (one host, several hosts) where there
-are enough of them. Beyond what was seen it widens: for every doubling by which devices, sequence,
-width, tokens in a pass or a mesh axis lie outside of all rows, by half of itself.
+The prediction interval is the 90% quantile of the errors of rows predicted with their model held
+out. It uses runs in the same regime (one host or several hosts) if there are enough of them.
+Outside the range of the measured rows the interval widens: by half its width for each doubling of
+devices, sequence length, model width, tokens per pass or a mesh axis beyond that range.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from paceline.planner.cost.layouts import Layouts, Workload
 COVERAGE = 0.9
 WIDENING_PER_DOUBLING = 0.5
 _ENOUGH = 15
-"""Residuals of one regime from which its own quantile is taken."""
+"""Minimum number of residuals for a regime to use its own quantile."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """How far off a row was, predicted without its model."""
+    """Error of one row, predicted with its model held out."""
 
     row: str
     model: str
@@ -37,43 +37,43 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrameworkCalibration:
-    """Constants of the step time for one framework, device and dtype."""
+    """Step-time constants of one framework, device and dtype."""
 
     name: str
     framework: str
     device: str
-    """Name in the hardware table, where it is there."""
+    """Name in the hardware table, if the table lists the device."""
     precision: str
     """dtype of matmuls: bfloat16, float16, float8, float4."""
     cluster: Cluster
     hidden: float
-    """Share of a pass that hides communication."""
+    """Fraction of a pass that can hide communication."""
     rows: tuple[str, ...]
-    """Rows of this device and dtype that it was fitted to."""
+    """Fitted rows of this device and dtype."""
     residuals: tuple[Residual, ...]
-    """Of these rows, or of the whole framework where this device and dtype have too few."""
+    """Residuals of these rows, or of all rows fitted together if there are too few."""
     seen: Mapping[str, tuple[float, float]]
-    """Least and most of every quantity that a prediction may leave."""
+    """Minimum and maximum of each feature over the measured rows."""
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The fitted constants, shares of what the vendor states."""
+    """Fitted constants. Shares are fractions of the vendor's stated figures."""
 
     @property
     def conventions(self) -> Conventions:
-        """How the framework runs a step."""
+        """The framework's conventions for running a step."""
         return conventions(self.framework)
 
     @property
     def of_experts(self) -> bool:
-        """Whether it was fitted to mixtures of experts, whose matmuls are smaller."""
+        """Whether it was fitted to mixture-of-experts models, whose matmuls are smaller."""
         return self.name.startswith(f"{self.framework}-experts-")
 
     @property
     def training_precision(self) -> Precision:
-        """Dtypes of parameters, gradients and optimizer."""
+        """Dtypes of parameters, gradients and optimizer state."""
         return training_precision(self.framework, self.precision)
 
     def interval(self, layouts: Layouts, workload: Workload) -> tuple[Any, Any]:
-        """Returns the factors on predicted seconds between which 90% of such runs should lie."""
+        """Returns the lower and upper factors of the 90% interval around predicted seconds."""
         inside = self.cluster.tiers.tiers[0].num_devices
         one_host = features(layouts, workload)["devices"] <= (inside or np.inf)
         half = np.where(one_host, self._half_width(True), self._half_width(False))
@@ -81,14 +81,14 @@ class FrameworkCalibration:
         return np.exp(-half), np.exp(half)
 
     def doublings_outside(self, layouts: Layouts, workload: Workload) -> Any:
-        """Returns by how many doublings, all quantities together, layouts leave what was seen."""
+        """Returns the doublings by which layouts exceed the measured ranges, over all features."""
         total: Any = 0.0
         for _, doublings in self._outside(layouts, workload):
             total = total + doublings
         return total
 
     def outside(self, layouts: Layouts, workload: Workload) -> tuple[str, ...]:
-        """Says which quantities of any of the layouts lie outside of the rows, and how far."""
+        """Returns a message for each feature that is outside the measured range in any layout."""
         found = []
         for name, doublings in self._outside(layouts, workload):
             if np.max(doublings) > 0:
@@ -105,7 +105,7 @@ class FrameworkCalibration:
             yield name, np.maximum(beyond, 0.0)
 
     def half_width(self) -> float:
-        """Returns the logarithm of the interval's factor inside of what was seen, all regimes."""
+        """Returns the log of the interval's factor within measured ranges, over all regimes."""
         return half_width(np.array([abs(each.log_ratio) for each in self.residuals]))
 
     def _half_width(self, one_host: bool) -> float:
@@ -118,7 +118,8 @@ class FrameworkCalibration:
 def half_width(ratios: npt.NDArray[np.float64]) -> float:
     """Returns the split-conformal quantile of absolute residuals: the ceil(0.9 (n + 1))-th.
 
-    Fewer than nine residuals have none so far out: then it is the largest, times that place over n.
+    With fewer than nine residuals that rank exceeds n. The result is then the largest residual
+    times rank / n.
     """
     if not len(ratios):
         return float(np.log(2))
@@ -130,7 +131,7 @@ def half_width(ratios: npt.NDArray[np.float64]) -> float:
 
 
 def features(layouts: Layouts, workload: Workload) -> dict[str, Any]:
-    """Returns the quantities whose range a calibration remembers, by layout."""
+    """Returns the features whose ranges a calibration records, one value per layout."""
     ones = np.ones(np.shape(layouts.tensor))
     return {
         "devices": layouts.stride("pipeline") * layouts.pipeline * ones,
@@ -144,7 +145,7 @@ def features(layouts: Layouts, workload: Workload) -> dict[str, Any]:
 
 
 def ranges(groups: "list[tuple[Layouts, Workload]]") -> dict[str, tuple[float, float]]:
-    """Returns least and most of every feature over groups of runs."""
+    """Returns the minimum and maximum of each feature over groups of runs."""
     found: dict[str, tuple[float, float]] = {}
     for layouts, workload in groups:
         for name, values in features(layouts, workload).items():

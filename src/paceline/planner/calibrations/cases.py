@@ -1,9 +1,8 @@
-"""Measured runs as the accounting takes them: arrays of layouts, grouped by model and sequence.
+"""Converts measured runs to the cost model's input: arrays of layouts, in groups.
 
-A row can be predicted if it says what ran and how long a step took: the model's dimensions,
-devices, batch, layout. What a source leaves out is filled in from the framework's conventions, and
-an unstated micro-batch by what the framework does then; a row whose axes do not
-multiply to its devices, or whose batch does not divide, is not predicted.
+A row can be predicted if it states the model's dimensions, devices, batch, layout and step time.
+The framework's conventions supply missing values, including the micro-batch. A row is not predicted
+if its axes do not multiply to its devices, or if its batch does not divide evenly.
 """
 
 import dataclasses
@@ -32,16 +31,16 @@ Array = npt.NDArray[np.float64]
 
 
 _FITTED_BY_DEVICE = ("nemo", "llm-foundry", "paxml")
-"""Frameworks with rows enough to fit each device by itself; others share what they can."""
+"""Frameworks with enough rows to fit each device separately. Others fit all devices together."""
 
 
 class Variant(NamedTuple):
-    """What has a matmul rate of its own."""
+    """A combination of device, dtype and mode that has its own matmul rate."""
 
     device: str
     dtype: str
     variation: str = ""
-    """A way of running that is not the framework's usual one, such as eager."""
+    """A non-default mode of the framework, such as eager."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,19 +52,19 @@ class Case:
     shape: ModelShape
     experts: Experts | None
     dtype: str
-    """Of matmuls."""
+    """dtype of matmuls."""
     device: str
     micro_batch: int
     num_micro_batches: int
 
     @property
     def family(self) -> str:
-        """The framework, all its versions together."""
+        """The framework family, which joins all versions."""
         return family(self.run.framework, one_host=(self.run.devices or 1) <= 8)
 
     @property
     def pool(self) -> str:
-        """Name of the rows that are fitted together: of a framework, on like devices."""
+        """Name of the pool of rows fitted together: one framework on similar devices."""
         if self.experts is not None:
             return f"{self.family}-experts"
         if self.family not in _FITTED_BY_DEVICE:
@@ -77,7 +76,7 @@ class Case:
 
     @property
     def variant(self) -> Variant:
-        """Device, dtype and way of running: what has a matmul rate of its own within a family."""
+        """Device, dtype and mode, which have their own matmul rate within a family."""
         return Variant(self.device, self.dtype, variation(self.run))
 
     @property
@@ -88,14 +87,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseGroup:
-    """Cases of one device, dtype and kind of block, which are predicted at once."""
+    """Cases of one device, dtype and kind of block, predicted in one call."""
 
     variant: Variant
     overlaps_tensor: bool
     layouts: Layouts
     workload: Workload
     index: npt.NDArray[np.int64]
-    """Where the group's cases are in the list that they came from."""
+    """Indices of the group's cases in the original list."""
 
 
 def predictable(runs: Iterable[PublishedRun]) -> list[Case]:
@@ -105,7 +104,7 @@ def predictable(runs: Iterable[PublishedRun]) -> list[Case]:
 
 
 def group_cases(cases: list[Case]) -> list[CaseGroup]:
-    """Joins cases that one call of `step_time` predicts."""
+    """Groups cases that one call to `step_time` can predict."""
     keys: dict[Any, list[int]] = {}
     for number, case in enumerate(cases):
         precision = training_precision(case.run.framework, case.dtype)
@@ -140,14 +139,14 @@ def _case(run: PublishedRun) -> Case | None:
 
 
 def variation(run: PublishedRun) -> str:
-    """Returns what sets a run apart from its framework's usual way to run; mostly nothing."""
+    """Returns the run's non-default mode, or an empty string."""
     if "rowwise" in run.precision:
         return "rowwise scaling"
     return "eager" if run.note == "eager" else ""
 
 
 def checkpointing(run: PublishedRun) -> int:
-    """Returns what is recomputed, as a number of `CHECKPOINTING`."""
+    """Returns the run's recomputation mode as its number in `CHECKPOINTING`."""
     recompute = run.recompute or conventions(run.framework).recompute
     if recompute in CHECKPOINTING:
         return CHECKPOINTING[recompute]

@@ -1,7 +1,7 @@
-"""How frameworks run what a published row does not spell out: dtypes, attention, what is sharded.
+"""Framework defaults that published rows leave out: dtypes, attention kernel, sharding.
 
-Each entry is a default of the framework's own documentation or code at the time of the rows; a
-calibration absorbs what is left. Families join the versions of one framework.
+Each entry is a default from the framework's documentation or code at the time of the rows. The
+calibration absorbs the remaining differences. A family joins the versions of one framework.
 """
 
 import dataclasses
@@ -13,25 +13,25 @@ from paceline.planner.published.run import PublishedRun
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """What all runs of a framework have in common."""
+    """Defaults shared by all runs of a framework."""
 
     attention: AttentionKernel = "flash"
     dropout: bool = False
     shards_context: bool = True
-    """Whether ZeRO divides states over context ranks as well."""
+    """Whether ZeRO also shards states over context ranks."""
     reduces_every_pass: bool = False
     fused_loss: bool = False
     repeated_matmuls: float = 0.0
-    """Share of matmuls that its selective recomputation repeats."""
+    """Fraction of matmuls that selective recomputation repeats."""
     reduction: str = "bfloat16"
-    """dtype of gradients on the wire, for 16-bit training."""
+    """dtype of gradients during reduction, for 16-bit training."""
     recompute: str = "none"
-    """Where a row does not say."""
+    """Recomputation mode if a row does not state one."""
     as_many_passes_as_stages: bool = False
-    """Whether a batch without a micro-batch size is split by the number of pipeline stages."""
+    """Whether a batch with no stated micro-batch is split into one micro-batch per stage."""
 
     def usual_micro_batch(self, run: PublishedRun) -> int:
-        """Returns the micro-batch of a run that does not state any."""
+        """Returns the micro-batch of a run that does not state one."""
         if self.as_many_passes_as_stages and run.global_batch and run.data:
             return max(run.global_batch // (run.data * run.pipeline), 1)
         return 1
@@ -76,9 +76,10 @@ _COMPUTE = {"fp16": "float16", "nvfp4": "float4"}
 
 
 def family(framework: str, *, one_host: bool = False) -> str:
-    """Returns the name under which versions of a framework are calibrated together.
+    """Returns the family name under which all versions of a framework are calibrated.
 
-    vTrain's runs on one host and on a cluster are two campaigns, with other models and sequences.
+    vTrain's single-host and cluster runs are separate campaigns with different models and sequence
+    lengths, so they form two families.
     """
     if one_host and framework == "Megatron-DeepSpeed (vTrain)":
         return "vtrain-host"
@@ -88,12 +89,12 @@ def family(framework: str, *, one_host: bool = False) -> str:
 
 
 def conventions(framework: str) -> Conventions:
-    """Returns what runs of a framework, or of a family, have in common."""
+    """Returns the conventions of a framework or family."""
     return _CONVENTIONS.get(family(framework), Conventions())
 
 
 def device_name(device: str) -> str:
-    """Returns a device's name in the hardware table, as far as it is there."""
+    """Returns a device's name in the hardware table, or the name unchanged if it has no alias."""
     return _DEVICES.get(device, device)
 
 
@@ -106,7 +107,7 @@ def compute_dtype(precision: str) -> str:
 
 
 def training_precision(framework: str, dtype: str) -> Precision:
-    """Returns the dtypes of a framework's mixed precision; below 16 bits only matmuls differ."""
+    """Returns a framework's mixed-precision dtypes. Below 16 bits, only matmuls differ."""
     half = "float16" if dtype == "float16" else "bfloat16"
     reduction = conventions(framework).reduction
     if family(framework) == "torchtitan":

@@ -1,7 +1,7 @@
-"""What devices state, as the starting point of a fit: peaks, bandwidths, links and hosts.
+"""Vendor-stated device figures, the starting point of a fit: peaks, bandwidths, links, domains.
 
-Most come from the hardware table. Devices of published runs that it does not hold are listed here
-with their vendor's dense figures; a fit only needs them to the factor, its shares absorb the rest.
+Most come from the hardware table. Devices of published runs that are missing there are listed here
+with their vendor's dense figures. Approximate figures suffice: the fitted shares absorb the error.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ _DTYPES = ("bfloat16", "float16", "float8", "float4")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFigures:
-    """Stated figures of one device."""
+    """Vendor-stated figures of one device."""
 
     half_flops_per_s: float
-    """Dense peak of bfloat16 and float16."""
+    """Dense bfloat16 and float16 peak."""
     memory_bytes_per_s: float
     inner_bytes_per_s: float
-    """Inside of the domain that its fastest link connects, one direction."""
+    """Bandwidth in one direction within the domain of the fastest link."""
     outer_bytes_per_s: float
-    """Between domains, one direction: one network adapter for each device."""
+    """Bandwidth in one direction between domains, with one network adapter per device."""
     domain: int = 8
-    """Devices that the fastest link connects."""
+    """Number of devices that the fastest link connects."""
 
     def peak(self, dtype: str) -> float:
-        """Returns the dense peak for matmuls of a dtype; each halving of bits doubles it."""
+        """Returns the dense matmul peak of a dtype. Each halving of the bits doubles it."""
         return self.half_flops_per_s * {"float8": 2.0, "float4": 4.0}.get(dtype, 1.0)
 
 
@@ -55,7 +55,7 @@ _DEFAULT_NETWORK = 50e9
 
 
 def device_figures(name: str) -> DeviceFigures:
-    """Returns the stated figures of a device, from the hardware table or beside it."""
+    """Returns a device's stated figures, from this module or the hardware table."""
     if name in _BESIDE_THE_TABLE:
         return _BESIDE_THE_TABLE[name]
     device = find_device(name)
@@ -69,12 +69,12 @@ def device_figures(name: str) -> DeviceFigures:
 
 
 def calibratable_devices() -> tuple[str, ...]:
-    """Returns the names of all devices whose stated figures are known."""
+    """Returns the names of all devices with known figures."""
     return (*_BESIDE_THE_TABLE, *(device.name for device in known_devices()))
 
 
 def require_device(name: str) -> DeviceFigures:
-    """Returns a device's figures, or says which devices are known."""
+    """Returns a device's figures; raises an error that lists known devices otherwise."""
     try:
         return device_figures(name)
     except HardwareError as error:

@@ -1,9 +1,9 @@
-"""Fits the constants of a framework on its devices to measured steps.
+"""Fits a framework's step-time constants to measured steps.
 
-The logarithms of predicted over measured seconds are made small, by scipy's least squares with a
-loss that grows like the absolute error beyond `NOISE`; a prior on every constant is part of the
-sum. All devices and dtypes of a framework are fitted together: they share every constant but the
-matmul rate, which has an offset for each (device, dtype) beside the shared one.
+The fit minimizes the log ratio of predicted to measured seconds with scipy's least squares. The
+loss grows linearly for errors beyond `NOISE`, and every constant has a prior. All devices and
+dtypes of a framework are fitted together. They share every constant except the matmul rate, which
+has an offset per (device, dtype) in addition to the shared value.
 """
 
 import dataclasses
@@ -21,31 +21,31 @@ from paceline.planner.cost.measured_cells import MeasuredCells, cell_of
 from paceline.planner.cost.step_time import step_time
 
 NOISE = 0.03
-"""Spread of repeated measurements that the fit assumes, in logarithms of seconds."""
+"""Assumed spread of repeated measurements, in log seconds."""
 VARIANT_DEVIATION = 0.3
-"""Prior of the logarithm by which a device or dtype differs from its framework's matmul share."""
+"""Prior standard deviation of a variant's log offset from the framework's matmul share."""
 _SLOW_LATENCY_S = 5e-3
 _EVALUATIONS = 36
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Constants of one framework."""
+    """Fitted constants of one framework."""
 
     values: Mapping[str, float]
     offsets: Mapping[Variant, float]
-    """Logarithm of the matmul share of a device and dtype, less the shared one."""
+    """Log ratio of a variant's matmul share to the shared one."""
     cells: MeasuredCells | None = None
 
     def constants(self, variant: Variant) -> dict[str, float]:
-        """Returns the constants on one device with one dtype."""
+        """Returns the constants of one variant."""
         values = dict(self.values)
         share = values["matmul_share"] * float(np.exp(self.offsets.get(variant, 0.0)))
         values["matmul_share"] = min(share, 1.0)
         return values
 
     def cluster(self, variant: Variant, *, overlaps_tensor: bool = False) -> Cluster:
-        """Returns the cluster of one device and dtype."""
+        """Returns the cluster of one variant."""
         values = self.constants(variant)
         if overlaps_tensor:
             values["inner_share"] = values["inner_share"] * values["async_share"]
@@ -54,7 +54,7 @@ class Fit:
 
 
 def predict_groups(groups: Sequence[CaseGroup], fit: Fit, size: int) -> Array:
-    """Returns the seconds of every case, in the order of the list that was grouped."""
+    """Returns the predicted seconds of every case, in the order before grouping."""
     seconds = np.empty(size)
     for group in groups:
         cluster = fit.cluster(group.variant, overlaps_tensor=group.overlaps_tensor)
@@ -82,7 +82,7 @@ def fit_cases(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS) -> F
     lower = mean - 5 * deviation
     upper = mean + 5 * deviation
     upper[: len(names)] = np.minimum(upper[: len(names)], [np.log(prior.most) for prior in priors])
-    # One variant has nothing to differ from.
+    # A single variant needs no offset.
     free = np.ones(len(mean), dtype=bool)
     free[len(names) :] = len(variants) > 1
 
@@ -97,13 +97,14 @@ def fit_cases(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS) -> F
     def residuals(point: npt.NDArray[np.float64]) -> Array:
         predicted = np.log(predict_groups(groups, unpack(point), len(cases)))
         misfit = (predicted - measured) / NOISE
-        # Grows like the square root of the misfit, so that its square grows like the misfit.
+        # Grows with the square root of the misfit, so that its square grows linearly.
         robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
         return np.concatenate([robust, (point - mean[free]) / deviation[free]])
 
     starts = [mean]
     if "outer_latency_s" in names:
-        # Rings over many hosts can be all latency, which no gradient at the usual one shows.
+        # Rings over many hosts can be latency-bound. The gradient at the prior mean does not show
+        # that, so a second start begins at a high latency.
         slow = mean.copy()
         slow[names.index("outer_latency_s")] = np.log(_SLOW_LATENCY_S)
         starts.append(slow)

@@ -1,8 +1,8 @@
-"""The constants that a fit finds: where each starts, how far it may go, which term it belongs to.
+"""The fitted constants: their priors, upper bounds and terms.
 
-All are positive and fitted as logarithms, each with a prior: a mean that is the constant's usual
-size and a standard deviation in logarithms. A constant about which the rows say nothing stays at
-its mean, so that few rows never make a wild calibration.
+All constants are positive and fitted as logarithms. Each has a prior: its typical value as the mean
+and a standard deviation in log space. A constant that the rows do not constrain stays at its mean,
+so a calibration from few rows remains plausible.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from paceline.planner.cost.topology import Tier, Tiers
 
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """What is known of a constant before any row is seen."""
+    """Prior of one constant, in log space."""
 
     mean: float
     deviation: float
-    """Of its logarithm."""
+    """Standard deviation of the logarithm."""
     most: float = math.inf
-    """What it can be at most."""
+    """Upper bound."""
 
 
 PRIORS: dict[str, Prior] = {
@@ -44,7 +44,7 @@ PRIORS: dict[str, Prior] = {
     "step_s": Prior(0.01, 1.0, 10.0),
     "async_share": Prior(0.9, 0.5, 3.0),
 }
-"""Constants in the order in which they are fitted; shares are of what the vendor states."""
+"""Priors of all constants. Shares are fractions of the vendor's stated figures."""
 ALWAYS = ("matmul_share", "memory_share", "inner_share", "outer_share", "hidden")
 TERMS: dict[str, tuple[str, ...]] = {
     "attention": ("attention_share",),
@@ -56,7 +56,7 @@ TERMS: dict[str, tuple[str, ...]] = {
     "step": ("step_s",),
     "cells": (),
 }
-"""Terms that can be left out, and the constants that they need."""
+"""Optional terms and the constants that each one needs."""
 _INNER_LATENCY_S, _OUTER_LATENCY_S = 6e-6, 1.5e-5
 
 
@@ -67,7 +67,7 @@ def cluster_of(
     *,
     cells: MeasuredCells | None = None,
 ) -> Cluster:
-    """Returns the cluster that constants describe on a device; what is not given is off."""
+    """Returns the cluster that constants describe on a device. Missing terms are disabled."""
     half = device.half_flops_per_s
     tiers = Tiers(
         (
@@ -86,14 +86,14 @@ def cluster_of(
         )
     )
     attention = values.get("attention_share")
-    # Operands are read, cast and written at the same pace whatever the dtype of the matmul, so that
-    # a rate twice as high needs twice the size to be reached.
+    # Operands are read, cast and written at the same speed for every matmul dtype. Reaching twice
+    # the rate therefore needs twice the size.
     faster = device.peak(dtype) / half
     return Cluster(
         flops_per_s=values["matmul_share"] * device.peak(dtype),
         memory_bytes_per_s=values["memory_share"] * device.memory_bytes_per_s,
         tiers=tiers,
-        # Attention is computed in 16 bits, whatever the matrices are.
+        # Attention is computed in bf16 or fp16 regardless of the matmul dtype.
         attention_flops_per_s=None if attention is None else attention * half,
         matmul_tokens=faster * values.get("matmul_tokens", 0.0),
         matmul_width=faster * values.get("matmul_width", 0.0),

@@ -1,19 +1,19 @@
-"""What ranks reach that `paceline calibrate` has measured, as the planner's formulas take it.
+"""Converts a `paceline calibrate` measurement to the planner's `Cluster`.
 
-A calibration of ranks predicts the pass of one rank segment by segment. Here its seconds become
-rates, with which the planner's formulas come to the same seconds for the same pass on one rank:
+A calibration predicts one rank's pass segment by segment. This module converts its seconds to rates
+with which the planner's formulas reproduce those seconds for the same pass on one rank:
 
     matmuls       FLOPs of the matrices over the seconds of all linear layers
-    attention     likewise
+    attention     FLOPs of attention over its seconds
     memory        bytes of elementwise kernels, as the planner counts them, over their seconds
     launches      seconds of all launches over the planner's number of kernels
     optimizer     bytes of an update, as the planner counts them, over the seconds of fused AdamW
-    engine        what a narrow block takes under each layout beyond what it takes on one rank, and
-                  there beyond its launches; of FSDP2, a third for each of its three collectives
+    engine        seconds of a narrow block under each layout minus those on one rank; on one rank,
+                  minus its launches. FSDP2's share is split evenly over its three collectives
 
-What a layout changes is then the planner's to say. The links are the last segment of the fit of
-all-reduce, taken for a ring: of p ranks, latency / 2(p - 1) a hop, 2(p - 1) / p of the bandwidth.
-Ranks on several hosts have two tiers, if those of one host were calibrated by themselves as well.
+The planner models the effect of a layout on these rates. Links come from the last segment of the
+all-reduce fit, interpreted as a ring of p ranks: latency / 2(p - 1) per hop, 2(p - 1) / p of the
+bandwidth. Ranks on several hosts have two tiers if one host was also calibrated separately.
 """
 
 import numpy as np
@@ -35,12 +35,12 @@ _COLLECTIVES_OF_A_SHARD = 3
 def cluster_of_ranks(
     calibration: Calibration, workload: Workload, inside: Calibration | None = None
 ) -> Cluster:
-    """Returns what the ranks reach on the passes of a workload.
+    """Returns the cluster that reproduces calibrated ranks on the passes of a workload.
 
     Args:
-        calibration: Of these ranks.
-        workload: Its micro-batch is one number.
-        inside: Of the ranks of one host, where these are on several.
+        calibration: Calibration of these ranks.
+        workload: Workload with a scalar micro-batch.
+        inside: Calibration of the ranks of one host, if the ranks span several hosts.
     """
     shape = workload.shape
     batch = BatchShape(
@@ -69,9 +69,9 @@ def cluster_of_ranks(
 
 
 def _engine(calibration: Calibration, launches_s: float) -> Engine:
-    """Returns what the engine takes beyond the launches of a block's pass."""
+    """Returns the engine's overhead beyond the launches of a block's pass."""
     timed = calibration.engine
-    # A GPU runs behind the program and hides the engine's calls as long as it has work.
+    # A GPU runs asynchronously and hides the engine's calls as long as it has queued work.
     if calibration.topology["device"] != "cpu" or "plain" not in timed:
         return NO_ENGINE
     plain = timed["plain"]
@@ -89,7 +89,7 @@ def _engine(calibration: Calibration, launches_s: float) -> Engine:
 
 
 def _links(calibration: Calibration, domain: str | None) -> Tier:
-    """Returns the links inside of a domain that all calibrated ranks share, or of everything."""
+    """Returns the tier of the calibrated ranks: a domain of that size, or the outermost tier."""
     ranks = calibration.world_size
     if ranks == 1:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Calibrations as files: those that come with Paceline, and those a user has made.
+"""Reads and writes calibration files, both bundled and user-provided.
 
-A calibration is one JSON object: its constants, the rows it came from, their residuals and ranges.
-The cluster is worked out from the constants again, so that a file holds nothing twice.
+A calibration is one JSON object with its constants, source rows, residuals and ranges. The cluster
+is rebuilt from the constants, so a file stores nothing twice.
 """
 
 import functools
@@ -34,7 +34,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @functools.cache
 def known_calibrations() -> tuple[FrameworkCalibration, ...]:
-    """Returns the calibrations that come with Paceline, those of most rows first."""
+    """Returns the calibrations bundled with Paceline, sorted by number of rows, most first."""
     known = read_calibrations(_DATA)
     return tuple(sorted(known, key=lambda each: (-len(each.rows), each.name)))
 
@@ -47,14 +47,14 @@ def find_calibration(
     of_experts: bool = False,
     more: Iterable[FrameworkCalibration] = (),
 ) -> FrameworkCalibration:
-    """Finds a calibration by its name, or the one of most rows for a device and a dtype.
+    """Finds a calibration by name, or the one with the most rows for a device and dtype.
 
     Args:
-        name: Its whole name, or that of its framework; None takes the one of most rows.
-        device: As in the hardware table.
+        name: Full name or framework name; None selects the calibration with the most rows.
+        device: Device name in the hardware table.
         precision: dtype of matmuls, such as bfloat16.
-        of_experts: Whether it is for mixtures of experts; otherwise it is for dense models.
-        more: Calibrations of one's own, which go before those that come with Paceline.
+        of_experts: Whether to find one for mixture-of-experts models instead of dense models.
+        more: User-provided calibrations, which take precedence over bundled ones.
     """
     known = (*more, *known_calibrations())
     if name is not None:

@@ -1,8 +1,8 @@
-"""Which terms each pool of rows is fitted with: those that lowered held-out errors or regret there.
+"""The terms fitted for each pool of rows, selected by held-out error and regret.
 
-Every pool begins with attention's own rate, matmul sizes, exposed traffic and latencies. A term
-that raised the error of models that were held out is left out, and one that lowered it is added:
-`docs/planner-accuracy.md` has what each brought. A pool of one's own rows gets the usual terms.
+The default terms are a separate attention rate, matmul sizes, exposed traffic and latencies. A term
+that raised the held-out error of a pool is removed, and one that lowered it is added.
+`docs/planner-accuracy.md` lists the effect of each term. Pools without an entry get the defaults.
 """
 
 USUAL_TERMS = ("attention", "matmul_size", "exposed", "latency")
@@ -18,7 +18,7 @@ _TERMS: dict[str, tuple[str, ...]] = {
 
 
 def terms_of(pool: str) -> tuple[str, ...]:
-    """Returns the terms of a pool, or of the framework whose devices are pools."""
+    """Returns the terms of a pool. All llm-foundry pools share the same terms."""
     if pool.startswith("llm-foundry-"):
         return _TERMS["llm-foundry"]
     return _TERMS.get(pool, USUAL_TERMS)

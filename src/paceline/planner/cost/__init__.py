@@ -1,1 +1,1 @@
-"""Memory and step time of many layouts at once, vectorised."""
+"""Vectorised cost model: memory and step time of many layouts at once."""

@@ -1,10 +1,10 @@
-"""What blocks keep for backward under any layout, for arrays of layouts at once.
+"""Activation memory kept for backward under any layout, for arrays of layouts.
 
-Counted operation by operation, in bytes per token and block: h is `d_model`, a the width of all
-query heads, k that of all key heads, f `d_ff`, n the number of heads, s the context length, e the
-bytes of a number in the compute dtype.
+Counted per operation, in bytes per token and block. h is `d_model`, a the width of all query heads,
+k that of all key heads, f `d_ff`, n the number of heads, s the context length, e the bytes of an
+element in the compute dtype.
 
-    what is kept                              bytes             divided over tensor ranks
+    kept tensors                              bytes             divided over tensor ranks
     layer norm: its input and output          2 e h             with sequence parallelism
     RMS norm: float32 input, root, scaled
       input, output                           4h + 4 + 2 e h    with sequence parallelism
@@ -16,32 +16,32 @@ bytes of a number in the compute dtype.
     activation function: input and output     2 e f             always
     gated: gate, up, activation, product      4 e f             always
 
-Fused norms keep input and output, fused gates (2e + i) f; i is the bytes of a matmul's input, 1 in
-float8 and e otherwise, and what is kept as such an input has i instead of e.
+Fused norms keep input and output, fused gates (2e + i) f. i is the bytes of an element of a
+matmul's input: 1 in float8 and e otherwise. Tensors kept as such an input use i instead of e.
 
-With two norms, 16-bit numbers, dropout and f = 4h that is Korthikanti et al. 2022:
+With two norms, 16-bit elements, dropout and f = 4h this is Korthikanti et al. 2022:
 s b h (10 + 24 / t + 5 a s / (h t)), and (s b h / t) (34 + 5 a s / h) with sequence parallelism.
 For a gated block in bfloat16 with RMS norms and k = r h it is 20h + 8 + 4 r h + 8f + 4n, which a
-test counts with torch's hooks, to the byte. Selective recomputation keeps no scores, full
-recomputation the block's input only. torchtitan's selective recomputation saves the results of
-every other matmul, which are those of query, value, gate and down, and attention's:
-e (2h + 2a + k + f) + 4n with the block's input, all but that input divided over tensor ranks.
+test verifies to the byte with torch's hooks. Selective recomputation keeps no scores, and full
+recomputation keeps only the block's input. torchtitan's selective recomputation saves the outputs
+of attention and of every other matmul (query, value, gate, down). With the block's input this is
+e (2h + 2a + k + f) + 4n. All of it except the block's input is divided over tensor ranks.
 
-In a mixture f is the width that is active. A block with E experts, of which a token goes to j, also
+In a mixture of experts f is the active width. A block with E experts, j of them per token, also
 keeps, divided over tensor ranks with sequence parallelism:
 
     inputs of experts, a copy for each          i j h
-    outputs of experts, which are weighted      e j h, none where the gate is fused: it weights
+    outputs of experts, before weighting        e j h, 0 if a fused gate applies the weights
     router: float32 probabilities and its map   5 E
 
-That is as much as a device sends away, and it receives as much where experts are loaded evenly.
-Latent attention also keeps what its projections go through, which is not counted.
+These are the tokens that a device sends. It receives the same number if experts are loaded evenly.
+The intermediate tensors of latent attention's projections are not counted.
 
-A pipeline of p stages has up to p micro-batches in flight, so that the first stage keeps as many
-blocks' activations as the whole model has; interleaving v parts per stage adds (p - 1) / (p v) of
-them (Narayanan et al. 2021). Our trainer's stages have unequal numbers of blocks, so that another
-than the first may keep most: r stages before the last it keeps r + 1 micro-batches. With fewer
-micro-batches than that, only so many are there.
+A pipeline of p stages has up to p micro-batches in flight, so the first stage keeps as many block
+activations as the whole model has blocks. Interleaving v parts per stage adds (p - 1) / (p v) of
+them (Narayanan et al. 2021). The stages of Paceline's trainer have unequal numbers of blocks, so a
+later stage may keep the most: r stages before the last, a stage keeps r + 1 micro-batches. The
+number of micro-batches in the step limits all of these.
 """
 
 from typing import Any
@@ -59,10 +59,10 @@ _FLOAT32_BYTES = 4
 def block_bytes_per_token(
     layouts: Layouts, workload: Workload, *, checkpointing: Any = None
 ) -> Quantity:
-    """Returns what a block keeps of one token on one device.
+    """Returns the bytes per token that a block keeps on one device.
 
-    `checkpointing` overrides that of the layouts: 0 gives what a block holds while it is computed
-    again.
+    `checkpointing` overrides that of the layouts. 0 gives the memory of a block while it is
+    recomputed.
     """
     chosen = layouts.checkpointing if checkpointing is None else checkpointing
     scores = np.where(chosen == CHECKPOINTING["none"], score_bytes(workload), 0)
@@ -84,7 +84,7 @@ def block_bytes_per_token(
 
 
 def odd_matmul_bytes(workload: Workload) -> Any:
-    """Returns what every other matmul and attention give for a token, all tensor ranks together."""
+    """Returns the output bytes per token of every other matmul and attention, over tensor ranks."""
     shape, size = workload.shape, workload.compute_bytes
     queries_and_output = 2 * shape.attention_width
     matmuls = shape.key_value_width + shape.d_ff + shape.d_model
@@ -92,7 +92,7 @@ def odd_matmul_bytes(workload: Workload) -> Any:
 
 
 def stream_bytes(workload: Workload) -> int:
-    """Returns what norms and residuals keep of a token, all tensor ranks together."""
+    """Returns the bytes per token that norms and residuals keep, summed over tensor ranks."""
     shape, size = workload.shape, workload.compute_bytes
     branches = 2 if shape.has_attention else 1
     in_and_out = (size + _input_bytes(workload)) * shape.d_model
@@ -107,20 +107,20 @@ def stream_bytes(workload: Workload) -> int:
 
 
 def matrix_bytes(workload: Workload) -> int:
-    """Returns what attention and feed-forward keep of a token, but for scores."""
+    """Returns the bytes per token that attention and feed-forward keep, without scores."""
     shape, size = workload.shape, workload.compute_bytes
     heads = 2 * size * (shape.attention_width + shape.key_value_width)
     sums = _FLOAT32_BYTES * shape.num_heads if workload.attention == "flash" else 0
     product = _input_bytes(workload)
     gated = 2 if workload.framework_memory.fused else 3
     before = {"swiglu": gated, "gelu": 1, "linear": 0}[shape.feed_forward]
-    # Attention's own backward needs its output in the compute dtype as well.
+    # Attention's backward also needs its output in the compute dtype.
     again = product * shape.attention_width if product < size else 0
     return heads + sums + again + (before * size + product) * shape.d_ff
 
 
 def routed_bytes(workload: Workload, experts: Experts) -> Any:
-    """Returns what sending a token to experts keeps of it, in the mean block."""
+    """Returns the bytes per token that expert routing keeps, averaged over all blocks."""
     copies = experts.experts_per_token * workload.shape.d_model
     weighted = 0 if workload.framework_memory.fused else workload.compute_bytes
     router = (_FLOAT32_BYTES + 1) * experts.num_experts
@@ -129,12 +129,12 @@ def routed_bytes(workload: Workload, experts: Experts) -> Any:
 
 
 def _input_bytes(workload: Workload) -> int:
-    """Returns the bytes of a number that is kept as a matmul's input."""
+    """Returns the bytes per element of a kept matmul input."""
     return 1 if workload.framework_memory.float8_inputs else workload.compute_bytes
 
 
 def score_bytes(workload: Workload) -> int:
-    """Returns what attention that stores its scores keeps of a token."""
+    """Returns the bytes per token of stored attention scores; 0 for flash attention."""
     if workload.attention == "flash":
         return 0
     size = workload.compute_bytes
@@ -143,11 +143,11 @@ def score_bytes(workload: Workload) -> int:
 
 
 def blocks_in_flight(layouts: Layouts, workload: Workload) -> tuple[Any, Any]:
-    """Returns how many blocks' activations of one micro-batch two stages keep at most.
+    """Returns the maximum number of block activations that the first and the last stage keep.
 
-    These are the first stage and the last. The last keeps its own, and with interleaving those of
-    its earlier parts, through which the following micro-batches go before the last part's first
-    backward: (v - 1) p + 1 parts of L / (p v).
+    The last stage keeps one micro-batch of its own blocks. With interleaving it also keeps those of
+    its earlier parts, which later micro-batches pass before the last part's first backward:
+    (v - 1) p + 1 parts of L / (p v) blocks.
     """
     stages, parts = layouts.pipeline, layouts.pipeline_interleave
     first = 1 + np.where(parts > 1, (stages - 1) / (stages * parts), 0.0)
@@ -162,35 +162,35 @@ def blocks_in_flight(layouts: Layouts, workload: Workload) -> tuple[Any, Any]:
 
 
 def trainer_loads(layouts: Layouts, workload: Workload) -> StageLoads:
-    """Returns what the fullest ranks of our trainer's pipelines have."""
+    """Returns the largest loads over the ranks of the trainer's pipelines."""
     return stage_loads(
         workload.shape, workload.context_length, layouts.pipeline, layouts.pipeline_interleave
     )
 
 
 def kept_activations(layouts: Layouts, workload: Workload) -> Quantity:
-    """Returns what the first stage keeps for backward when most is in flight."""
+    """Returns the bytes that the first stage keeps for backward at its peak."""
     tokens = Quantity(workload.tokens, "tokens") / Quantity(layouts.context, "context")
     blocks = Quantity(blocks_in_flight(layouts, workload)[0], "blocks in flight")
     return block_bytes_per_token(layouts, workload) * tokens * blocks
 
 
 def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what one block holds while backward computes it again; 0 where nothing is."""
+    """Returns the extra bytes of one block while it is recomputed; 0 without recomputation."""
     again = block_bytes_per_token(layouts, workload, checkpointing=CHECKPOINTING["none"])
     more = again.value - block_bytes_per_token(layouts, workload).value
     return more * workload.tokens / layouts.context
 
 
 def whole_sequence_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what a block holds of all tokens while sequence parallelism has them gathered."""
+    """Returns the bytes of full-sequence tensors in a block under sequence parallelism."""
     one = workload.compute_bytes * workload.shape.d_model * workload.tokens / layouts.context
     is_split = layouts.sequence_parallel & (np.asarray(layouts.tensor) > 1)
     return np.where(is_split, workload.framework_memory.whole_sequences * one, 0.0)
 
 
 def logit_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what the loss holds: log-probabilities and two gradients of them, in float32."""
+    """Returns the bytes of the loss, at the framework's bytes per logit."""
     tokens = workload.tokens / layouts.context
     per_logit = workload.framework_memory.logit_bytes
     return per_logit * tokens * workload.shape.vocab_size / layouts.tensor

@@ -1,8 +1,8 @@
-"""What devices and links reach: the constants that the time of a step is worked out with.
+"""Achieved rates of devices and links: the constants of the step-time model.
 
-Three of them are always needed: a rate for matmuls, a memory bandwidth and the links. Every other
-one belongs to a term that is off by default, and that a calibration turns on
-(`paceline.planner.calibrations`): no vendor states it.
+Three are required: the matmul rate, the memory bandwidth and the links. Every other constant
+belongs to a term that is off by default. Vendors do not state these constants, so only a
+calibration (`paceline.planner.calibrations`) enables them.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from paceline.planner.cost.topology import Tiers
 
 
 class Engine(NamedTuple):
-    """What torch's engine takes whatever the sizes are: on CPUs nothing hides it."""
+    """Size-independent overhead of torch's engine. On CPUs nothing hides it."""
 
     block_s: float = 0.0
-    """Of a block's pass, beyond its launches."""
+    """Seconds per block and pass, beyond its launches."""
     tensor_block_s: float = 0.0
-    """Of a block's pass on tensor ranks, beyond that: dispatch of DTensors and their collectives'
-    latency."""
+    """Extra seconds per block and pass on tensor ranks: DTensor dispatch and the latency of their
+    collectives."""
     sequence_block_s: float = 0.0
-    """As `tensor_block_s`, with sequence parallelism."""
+    """Same as `tensor_block_s`, with sequence parallelism."""
     collective_s: float = 0.0
-    """Of a collective of FSDP2, beyond its bytes."""
+    """Seconds per FSDP2 collective, beyond its transfer time."""
     stage_s: float = 0.0
-    """Of a pass through a stage of a pipeline, beyond its blocks: the schedule, and a message to
+    """Seconds per pass through a pipeline stage, beyond its blocks: the schedule, and a message to
     each neighbour."""
 
 
@@ -36,38 +36,38 @@ _RATES = ("flops_per_s", "memory_bytes_per_s", "attention_flops_per_s", "update_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What devices and links reach, as measured or as stated."""
+    """Achieved rates of devices and links, measured or stated."""
 
     flops_per_s: float
-    """Of one device on the model's matrices."""
+    """Matmul rate of one device on the model's weight matrices."""
     memory_bytes_per_s: float
-    """Of one device in kernels that do little else than read and write."""
+    """Bandwidth of one device in memory-bound kernels."""
     tiers: Tiers
     launch_s: float = 0.0
-    """Of one kernel, as far as the kernel before does not hide it."""
+    """Seconds per kernel launch that the preceding kernel does not hide."""
     dispatch_s: float = 0.0
-    """In which the host launches one kernel: a layer is never faster than its launches."""
+    """Host seconds to launch one kernel. A layer is never faster than its launches."""
     attention_flops_per_s: float | None = None
-    """Of one device in attention's own matmuls; None for the rate of the matrices."""
+    """Rate of one device in the matmuls inside attention; None to use `flops_per_s`."""
     matmul_tokens: float = 0.0
-    """Tokens in a pass with which a matmul reaches half of its rate."""
+    """Tokens per pass at which a matmul reaches half of its rate."""
     matmul_width: float = 0.0
-    """Columns of a matrix, after tensor parallelism, with which a matmul reaches half its rate."""
+    """Matrix width, after tensor parallelism, at which a matmul reaches half of its rate."""
     misaligned: float = 0.0
-    """Share of its time that a matmul takes longer whose width is no multiple of 128 elements."""
+    """Relative slowdown of a matmul whose width is not a multiple of 128 elements."""
     exposed_share: float = 0.0
-    """Share of the data-parallel traffic that no pass hides, however long."""
+    """Fraction of data-parallel communication that is exposed regardless of the pass length."""
     contention: float = 0.0
-    """Share by which data-parallel traffic slows down each time the number of hosts doubles."""
+    """Relative slowdown of data-parallel traffic per doubling of the number of hosts."""
     step_s: float = 0.0
-    """Of a step, whatever its work: data, logging, the launches of the optimizer."""
+    """Fixed seconds per step: data loading, logging, launches of the optimizer."""
     update_bytes_per_s: float | None = None
-    """Of one device in the optimizer's step; None for the memory's rate."""
+    """Bandwidth of one device in the optimizer step; None to use `memory_bytes_per_s`."""
     engine: Engine = NO_ENGINE
     oversubscription: float = 1.0
-    """Ranks that share a processor: while one waits, another has it for itself."""
+    """Number of ranks that share a processor. While one waits, another can use it alone."""
     cells: MeasuredCells | None = None
-    """What measured runs of the same sizes took beyond the formulas."""
+    """Correction factors from measured runs of the same sizes."""
 
     def __post_init__(self) -> None:
         for field in _RATES:

@@ -1,26 +1,26 @@
-"""What the mesh axes send, and how long it takes on tiered links, for arrays of layouts.
+"""Communication time of each mesh axis on tiered links, for arrays of layouts.
 
-For q tokens of width h in one pass of a data-parallel rank, in numbers of e bytes, over t tensor
-ranks, c context ranks, and for a device that holds N / (t p) parameters before sharding:
+For q tokens of width h in one pass of a data-parallel rank, with elements of e bytes, t tensor
+ranks, c context ranks, and a device that holds N / (t p) parameters before sharding:
 
-    tensor      two all-reduces of e q h / c bytes per layer forward, two backward, two more where
-                forward is recomputed in full; with sequence parallelism each is a reduce-scatter
+    tensor      two all-reduces of e q h / c bytes per layer forward, two backward, two more if
+                forward is fully recomputed; with sequence parallelism each is a reduce-scatter
                 and an all-gather of the same bytes (Korthikanti et al. 2022)
-    context     an all-gather of keys and values per layer forward and one backward, a
-                reduce-scatter of their gradients, and what is recomputed
+    context     one all-gather of keys and values per layer forward, one backward and one more if
+                forward is fully recomputed; a reduce-scatter of their gradients
     pipeline    e q h / (c t) bytes to the next stage and back for each of v parts; without sequence
-                parallelism every tensor rank sends its part and the whole is gathered on arrival
+                parallelism each tensor rank sends its part and the receiver all-gathers the whole
                 (Narayanan et al. 2021)
-    experts     two all-to-alls forward, two backward and two more where forward is recomputed, of
-                e q h k / (c t) bytes for k experts per token; of x expert ranks of which i share a
-                host, (i - 1) / x of them stay inside and (x - i) / x leave it
-    gradients   a reduce-scatter over the shards, then an all-reduce of what a shard owns over
-                context ranks and replicas; without sharding the whole over all of them
+    experts     two all-to-alls forward, two backward and two more if forward is recomputed, of
+                e q h k / (c t) bytes for k experts per token; if i of x expert ranks share a host,
+                (i - 1) / x of the bytes stay inside it and (x - i) / x leave it
+    gradients   a reduce-scatter over the shards, then an all-reduce of each shard over context
+                ranks and replicas; without sharding, all-reduces of all gradients
     parameters  an all-gather over the shards after the update (ZeRO-1 and 2), or before every
                 forward and again before every backward (ZeRO-3)
 
-Where states are sharded over context ranks as well, these are shards too. Data-parallel traffic
-that leaves the host slows down by `Cluster.contention` each time the number of hosts doubles.
+If states are also sharded over context ranks, these count as shards. Data-parallel traffic that
+leaves the host slows down by `Cluster.contention` for each doubling of the number of hosts.
 """
 
 import dataclasses
@@ -40,21 +40,21 @@ from paceline.planner.cost.topology import Span, Tiers, collective_time_s, send_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpans:
-    """How the axes of many layouts lie over the tiers of a cluster."""
+    """Mapping of the mesh axes of many layouts to the tiers of a cluster."""
 
     tensor: Span
     context: Span
     shard: Span
-    """With the context ranks, where states are sharded over them."""
+    """Shard ranks, joined with context ranks if states are sharded over them."""
     unsharded_context: Span
-    """Context ranks that hold the same states."""
+    """Context ranks that hold identical states."""
     replicate: Span
     neighbour_stages: Span
-    """A stage and the next."""
+    """Two consecutive pipeline stages."""
 
     @classmethod
     def of(cls, layouts: Layouts, tiers: Tiers) -> "MeshSpans":
-        """Places each axis of every layout."""
+        """Returns the spans of each axis of every layout."""
         two_stages = np.minimum(layouts.pipeline, 2)
         both = np.asarray(layouts.shards_context) & (layouts.stage > 0)
         beside = layouts.stride("context")
@@ -72,10 +72,10 @@ class MeshSpans:
 
 
 def tensor_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
-    """Returns the seconds of the tensor axis per layer and pass."""
+    """Returns the seconds of tensor-parallel communication per layer and pass."""
     size = _stream_bytes(layouts, workload)
     together = collective_time_s("all_reduce", spans.tensor, size)
-    # A reduce-scatter takes as long as the all-gather that undoes it.
+    # A reduce-scatter takes as long as an all-gather of the same size.
     in_halves = 2 * collective_time_s("all_gather", spans.tensor, size)
     per_call = np.where(layouts.sequence_parallel, in_halves, together)
     branches = 2 if workload.shape.has_attention else 1
@@ -83,15 +83,15 @@ def tensor_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any
 
 
 def context_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
-    """Returns the seconds of the context axis per layer and pass."""
+    """Returns the seconds of context-parallel communication per layer and pass."""
     width = 2 * workload.shape.key_value_width / layouts.tensor
     size = workload.compute_bytes * workload.tokens * width
-    # Once per pass, and once more for the gradients, which are reduced and scattered.
+    # One all-gather per forward, recomputation and backward, plus a reduce-scatter of gradients.
     return collective_time_s("all_gather", spans.context, size) * (_passes(layouts) + 1)
 
 
 def pipeline_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
-    """Returns the seconds in which one stage hands one pass on, forward and backward."""
+    """Returns the seconds per pass for a stage's messages, forward and backward."""
     whole = _stream_bytes(layouts, workload)
     sent = send_time_s(spans.neighbour_stages, whole / layouts.tensor)
     gathered = collective_time_s("all_gather", spans.tensor, whole)
@@ -100,7 +100,7 @@ def pipeline_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> A
 
 
 def all_to_all_time_s(layouts: Layouts, workload: Workload, experts: Experts, tiers: Tiers) -> Any:
-    """Returns the seconds per layer and pass in which tokens travel to their experts and back."""
+    """Returns the seconds per layer and pass of the all-to-alls of expert parallelism."""
     ranks = np.asarray(layouts.expert)
     inside = tiers.span(ranks).blocks[0]
     sent = workload.compute_bytes * workload.tokens / layouts.context / layouts.tensor
@@ -114,7 +114,7 @@ def all_to_all_time_s(layouts: Layouts, workload: Workload, experts: Experts, ti
 def gradient_time_s(
     layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: Any
 ) -> Any:
-    """Returns the seconds in which all gradients of a device are averaged once."""
+    """Returns the seconds to average all gradients of a device once."""
     size = workload.reduction_bytes * num_parameters / layouts.model_devices
     divided = layouts.stage > 0
     owned = size / np.where(divided, layouts.state_shards, 1)
@@ -130,9 +130,10 @@ def gradient_time_s(
 def gather_time_s(
     layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: Any
 ) -> Any:
-    """Returns the seconds in which a device gathers its parameters once; 0 where none are away.
+    """Returns the seconds to all-gather a device's parameters once; 0 without sharding.
 
-    What was updated comes in the parameters' own dtype; what is away is gathered for computing.
+    ZeRO-1 and 2 gather updated parameters in the parameter dtype. ZeRO-3 gathers in the compute
+    dtype.
     """
     element_bytes = np.where(
         layouts.stage == SHARDING_STAGES["parameters"],
@@ -155,11 +156,11 @@ def exposed_data(
 ) -> Quantity:
     """Returns the exposed communication of averaging gradients and gathering parameters.
 
-    ZeRO-3 gathers in every forward and every backward; ZeRO-1 and 2 gather once, beside the first
-    forward. Gradients are averaged beside the backward of the last pass, or of every pass.
+    ZeRO-3 gathers in every forward and every backward. ZeRO-1 and 2 gather once, overlapped with
+    the first forward. Averaging overlaps with the backward of the last pass, or of every pass.
     """
     full = layouts.checkpointing == CHECKPOINTING["full"]
-    # Backward takes twice as long as forward, and as long as it once more to recompute it.
+    # Backward takes twice as long as forward, or three times with full recomputation.
     forward = np.asarray(hidden) * pass_s * np.where(full, 1 / 4, 1 / 3)
     backward = np.asarray(hidden) * pass_s - forward
     slower = data_slowdown(layouts, cluster)
@@ -190,7 +191,7 @@ def exposed_data(
 
 
 def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
-    """Returns by how much data-parallel traffic is slower for the number of hosts that share it."""
+    """Returns the slowdown factor of data-parallel traffic from sharing the network."""
     inside = cluster.tiers.tiers[0].num_devices
     if not cluster.contention or inside is None:
         return 1.0
@@ -199,24 +200,24 @@ def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
 
 
 def engine_block_s(layouts: Layouts, cluster: Cluster) -> Any:
-    """Returns what the engine takes for a block's pass, whatever its size."""
+    """Returns the engine's size-independent seconds per block and pass."""
     engine = cluster.engine
     split = np.where(layouts.sequence_parallel, engine.sequence_block_s, engine.tensor_block_s)
-    # Keys and values are gathered, and their gradients scattered.
+    # One all-gather of keys and values, one reduce-scatter of their gradients.
     gathered = np.where(layouts.context > 1, 2 * engine.collective_s, 0.0)
     return engine.block_s + np.where(layouts.tensor > 1, split, 0.0) + gathered
 
 
 def engine_stages_s(layouts: Layouts, cluster: Cluster) -> Any:
-    """Returns what the engine takes for a pass to go through a rank's stages, beyond blocks."""
+    """Returns the engine's seconds per pass through a rank's stages, beyond its blocks."""
     stages_s = layouts.pipeline_interleave * cluster.engine.stage_s
     return np.where(layouts.pipeline > 1, stages_s, 0.0)
 
 
 def engine_data_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
-    """Returns what the engine takes in a step to gather parameters and average gradients.
+    """Returns the engine's seconds per step to gather parameters and average gradients.
 
-    FSDP2 does both block by block, with the embedding and the output layer as one more.
+    FSDP2 does both block by block, with the embedding and the output layer as one more unit.
     """
     passes = np.asarray(workload.num_micro_batches)
     gathers = np.where(layouts.stage == 3, 2, np.where(layouts.stage > 0, 1, 0)) * passes
@@ -227,7 +228,7 @@ def engine_data_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any
 
 
 def _stream_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the bytes of the residual stream of one pass, before the tensor axis divides it."""
+    """Returns the bytes of the residual stream of one pass, summed over tensor ranks."""
     tokens = workload.tokens / layouts.context
     return workload.compute_bytes * tokens * workload.shape.d_model
 

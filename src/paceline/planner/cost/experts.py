@@ -1,18 +1,18 @@
-"""A mixture of experts: the parameters and FLOPs of its layers beside those of a dense model.
+"""Parameters and FLOPs of mixtures of experts.
 
 A router sends each token to k of E experts, each a feed-forward layer of width f and m matrices
-(three if gated), beside a shared one that all tokens go through. A device multiplies with the
-active parameters, so that the shape of such a model has the width of what is active, averaged over
-its L blocks, as its `d_ff`. Of a block with experts,
+(three if gated). A shared expert processes all tokens. Compute depends on the active parameters, so
+the `d_ff` of such a model's shape is the active width, averaged over its L blocks. A block with
+experts has
 
     experts       m h f E weights, divided over the expert axis instead of the tensor axis
-    router        h E weights, whole on every rank
+    router        h E weights, replicated on every rank
     all others    attention, norms, the shared expert: divided like those of a dense model
 
-and a token meets m h f k of the first: what the shape counts beyond all others. FLOPs are 6 for
-each active weight; those of the router are left out, less than 1% of a block's. States are those
-of `paceline.planner.cost.memory`, activations those of `paceline.planner.cost.activations`, and
-`paceline.planner.cost.communication` has what experts send.
+Each token uses m h f k of the expert weights. The shape's parameter count includes these and all
+others. FLOPs are 6 per active weight. The router's FLOPs are ignored: they are less than 1% of a
+block's. For states see `paceline.planner.cost.memory`, for activations
+`paceline.planner.cost.activations`, for all-to-alls `paceline.planner.cost.communication`.
 """
 
 import dataclasses
@@ -25,23 +25,23 @@ from paceline.core.specs import ModelShape
 
 
 def expert_parameters(experts: Experts, shape: ModelShape) -> Any:
-    """Returns the weights of one expert."""
+    """Returns the number of weights of one expert."""
     return (3 if shape.feed_forward == "swiglu" else 2) * shape.d_model * experts.width
 
 
 def inactive_parameters(experts: Experts, shape: ModelShape) -> Any:
-    """Returns the weights of all experts that a token does not meet, all layers together."""
+    """Returns the number of expert weights that a token does not use, over all layers."""
     idle = experts.num_experts - experts.experts_per_token
     return expert_parameters(experts, shape) * idle * _num_layers(experts, shape)
 
 
 def router_parameters(experts: Experts, shape: ModelShape) -> Any:
-    """Returns the weights of one block's router."""
+    """Returns the number of weights of one block's router."""
     return shape.d_model * experts.num_experts
 
 
 def other_parameters(experts: Experts, shape: ModelShape) -> ParameterCount:
-    """Counts the parameters of a model without experts that tokens are routed to, and routers."""
+    """Counts the parameters of a model without routed experts and routers."""
     counted = count_parameters(shape)
     active = expert_parameters(experts, shape) * experts.experts_per_token
     feed_forward = counted.feed_forward - active * _num_layers(experts, shape)
@@ -55,7 +55,7 @@ def other_parameters(experts: Experts, shape: ModelShape) -> ParameterCount:
 
 
 def all_parameters(shape: ModelShape, experts: Experts | None) -> Any:
-    """Returns all parameters of a model, those of every expert included."""
+    """Returns the number of parameters of a model, including every expert."""
     if experts is None:
         return count_parameters(shape).total
     routed = expert_parameters(experts, shape) * experts.num_experts
@@ -64,7 +64,7 @@ def all_parameters(shape: ModelShape, experts: Experts | None) -> Any:
 
 
 def model_flops_per_token(shape: ModelShape, experts: Experts | None, context_length: int) -> float:
-    """Returns the FLOPs of a token, all attention scores counted and nothing recomputed."""
+    """Returns the model FLOPs per token, with full attention scores, without recomputation."""
     counted = flops_per_token(shape, context_length).model
     if experts is None or experts.attention_parameters is None:
         return counted
@@ -73,5 +73,5 @@ def model_flops_per_token(shape: ModelShape, experts: Experts | None, context_le
 
 
 def _num_layers(experts: Experts, shape: ModelShape) -> Any:
-    """Returns how many blocks have experts."""
+    """Returns the number of blocks with experts."""
     return shape.num_layers - experts.num_dense_layers

@@ -1,4 +1,4 @@
-"""The memory and the step time of one layout with their working: formulas, numbers, assumptions."""
+"""Explains the memory and step time of one layout: formulas, numbers, assumptions."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ _NAMED_AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 def explain_layout(
     layout: ParallelLayout, workload: Workload, cluster: Cluster, *, hidden: float = 1.0
 ) -> Explanation:
-    """Explains what one device of a layout holds, and how long its step takes."""
+    """Returns an explanation of the memory and step time of one device of a layout."""
     if np.size(workload.micro_batch) > 1 or np.size(workload.num_micro_batches) > 1:
         raise UsageError(
             "explain_layout explains one layout: Workload.micro_batch and num_micro_batches must "

@@ -1,8 +1,8 @@
-"""Many layouts at once, one array per mesh axis, and the work that they are laid over.
+"""Arrays of layouts, one array per mesh axis, and the workload of a step.
 
-Ranks are numbered with the tensor axis innermost, then context, shard, replicate, and the pipeline
-outermost, so that the axes that talk most lie closest together. The stride of an axis is the
-product of those inside it.
+Ranks are numbered with the tensor axis innermost, then context, shard, replicate, and pipeline
+outermost, so that the axes with the most communication are closest together. The stride of an axis
+is the product of the axes inside it.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ Axis = Literal["tensor", "context", "shard", "replicate", "pipeline"]
 AttentionKernel = Literal["naive", "flash"]
 
 AXES: tuple[Axis, ...] = ("tensor", "context", "shard", "replicate", "pipeline")
-"""The innermost first."""
+"""Mesh axes, innermost first."""
 SHARDING_STAGES: dict[str, int] = {name: stage for stage, name in enumerate(SHARDINGS)}
 CHECKPOINTING: dict[str, int] = {name: number for number, name in enumerate(CHECKPOINTINGS)}
 
@@ -34,7 +34,7 @@ _MASTER_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """Many layouts, one array per field; any field may also be one number for all."""
+    """Many layouts, one array per field. Any field may also be a scalar shared by all layouts."""
 
     replicate: Integers
     shard: Integers
@@ -43,18 +43,18 @@ class Layouts:
     pipeline_interleave: Integers
     context: Integers
     stage: Integers
-    """ZeRO's stage: 0 shards nothing, 3 everything."""
+    """ZeRO stage: 0 shards nothing, 3 shards everything."""
     sequence_parallel: npt.NDArray[np.bool_]
     checkpointing: Integers
     """0 none, 1 selective, 2 full."""
     expert: Any = 1
-    """Ranks over which experts are divided; they are data, context and tensor ranks as well."""
+    """Number of expert ranks, which are also data, context and tensor ranks."""
     shards_context: Any = False
-    """Whether states are sharded over context ranks too, as by Megatron and torch's FSDP."""
+    """Whether states are also sharded over context ranks, as in Megatron and torch's FSDP."""
 
     @classmethod
     def of(cls, layouts: Sequence[ParallelLayout]) -> "Layouts":
-        """Turns layouts into arrays."""
+        """Returns arrays from individual layouts."""
 
         def numbers(field: str) -> Integers:
             return np.array([getattr(layout, field) for layout in layouts], dtype=np.int64)
@@ -68,7 +68,7 @@ class Layouts:
         )
 
     def stride(self, axis: Axis) -> Any:
-        """Returns how far apart two neighbours along an axis are numbered."""
+        """Returns the rank distance between neighbours along an axis."""
         stride: Any = 1
         for inner in AXES[: AXES.index(axis)]:
             stride = stride * getattr(self, inner)
@@ -76,49 +76,49 @@ class Layouts:
 
     @property
     def model_devices(self) -> Any:
-        """Devices over which the matrices of one copy are divided, before any sharding."""
+        """Number of devices that divide one copy of the model, before any sharding."""
         return self.tensor * self.pipeline
 
     @property
     def state_shards(self) -> Any:
-        """Ranks over which a sharding stage divides states."""
+        """Number of ranks over which a ZeRO stage shards states."""
         return self.shard * np.where(self.shards_context, self.context, 1)
 
     @property
     def stream_split(self) -> Any:
-        """Over how many tensor ranks norms and residuals are divided."""
+        """Number of tensor ranks that divide norms and residuals."""
         return np.where(self.sequence_parallel, self.tensor, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one data-parallel rank trains in a step."""
+    """Work of one data-parallel rank in a step."""
 
     shape: ModelShape
     precision: Precision
     context_length: int
     micro_batch: Numbers
-    """Sequences in one forward pass; an array where layouts differ in it."""
+    """Sequences in one forward pass; an array if it differs between layouts."""
     num_micro_batches: Numbers
-    """Passes per step; an array where layouts differ in it."""
+    """Forward passes per step; an array if it differs between layouts."""
     attention: AttentionKernel = "flash"
-    """naive writes its scores to memory and computes all of them; flash does neither."""
+    """naive computes all scores and stores them; flash skips masked scores and stores none."""
     dropout: bool = False
-    """Whether attention's probabilities and both residual branches are thinned out."""
+    """Whether dropout applies to attention probabilities and both residual branches."""
     repeated_matmuls: float = 0.0
-    """Share of matmuls that selective recomputation repeats; every other one in torchtitan."""
+    """Fraction of matmuls that selective recomputation repeats; 0.5 in torchtitan."""
     fused_loss: bool = False
-    """Whether one kernel reads logits and writes their gradient, without a copy in float32."""
+    """Whether one kernel reads logits and writes their gradient, without a float32 copy."""
     reduces_every_pass: bool = False
-    """Whether gradients are averaged after each micro-batch instead of once in a step."""
+    """Whether gradients are averaged after each micro-batch instead of once per step."""
     experts: Experts | None = None
-    """Experts of every block; the shape's `d_ff` is then the width that is active."""
+    """Experts of a mixture; the shape's `d_ff` is then the active width."""
     bucket_copies: bool = False
-    """Whether buckets hold gradients a second time, instead of being where gradients lie."""
+    """Whether buckets hold a second copy of gradients instead of sharing their memory."""
     trainer_stages: bool = False
-    """Whether stages have the blocks that Paceline's trainer gives them, not equal numbers."""
+    """Whether stages have the blocks that Paceline's trainer assigns, instead of equal numbers."""
     framework_memory: FrameworkMemory = PLAIN
-    """What the framework holds beyond the formulas."""
+    """The framework's memory behaviour beyond the formulas."""
 
     def __post_init__(self) -> None:
         for field in ("context_length", "micro_batch", "num_micro_batches"):
@@ -126,7 +126,7 @@ class Workload:
                 raise UsageError(f"Workload.{field} must be at least 1 everywhere")
 
     def forwards(self, layouts: Layouts) -> Any:
-        """Returns how often a block's matrices go forward in a pass: 1, 2 if all is recomputed."""
+        """Returns the forward matmul passes of a block: 1, or up to 2 with recomputation."""
         selective = np.where(
             layouts.checkpointing == CHECKPOINTING["selective"], 1 + self.repeated_matmuls, 1
         )
@@ -134,41 +134,41 @@ class Workload:
 
     @property
     def tokens(self) -> Any:
-        """Tokens of one data-parallel rank in one pass, before context parallelism."""
+        """Tokens of one data-parallel rank per pass, before context parallelism."""
         return np.asarray(self.micro_batch, dtype=np.float64) * self.context_length
 
     @property
     def compute_bytes(self) -> int:
-        """Of one number in an activation or a matrix that is multiplied."""
+        """Bytes of one element of an activation or matmul operand."""
         return bytes_per_element(self.precision.compute)
 
     @property
     def parameter_bytes(self) -> int:
-        """Of one weight that lives through the step."""
+        """Bytes of one stored weight."""
         return bytes_per_element(self.precision.parameters)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one gradient that accumulates."""
+        """Bytes of one accumulated gradient element."""
         return bytes_per_element(self.precision.gradients)
 
     @property
     def reduction_bytes(self) -> int:
-        """Of one gradient while ranks average it."""
+        """Bytes of one gradient element while ranks average it."""
         return bytes_per_element(self.precision.reduction)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state for one parameter, with a copy of it where one is kept."""
+        """Bytes of optimizer state per parameter, including a master weight if there is one."""
         master = _MASTER_BYTES if self.precision.master_weights else 0
         return _ADAM_MOMENTS * bytes_per_element(self.precision.optimizer_state) + master
 
     @property
     def update_bytes(self) -> int:
-        """Read and written to update one parameter.
+        """Bytes read and written to update one parameter.
 
-        The optimizer's own state is read and written, as is the parameter, and the gradient is
-        read; where the weights have a copy, the parameter itself is only written.
+        The optimizer state and the parameter are read and written, and the gradient is read. With a
+        master weight, the parameter itself is only written.
         """
         parameter = self.parameter_bytes * (1 if self.precision.master_weights else 2)
         return 2 * self.optimizer_bytes + self.gradient_bytes + parameter

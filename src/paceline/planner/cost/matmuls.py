@@ -1,15 +1,15 @@
-"""The time of the model's matrices, for arrays of layouts: their FLOPs, and what small ones lose.
+"""Efficiency loss of small matmuls, for arrays of layouts.
 
-A product of M tokens with a matrix of K rows and N columns takes 2 M N K FLOPs, over the rate R of
-large products. Small ones do not reach it: a pipeline of tiles has to be filled and drained along
-every dimension, operands are read and results written. With a length for each dimension,
+A matmul of M tokens with a matrix of K rows and N columns has 2 M N K FLOPs, at the rate R of large
+matmuls. Small matmuls do not reach R: the tile pipeline must fill and drain along every dimension,
+and operands are read and results written. With a characteristic length for each dimension,
 
     seconds = 2 M N K / R · (1 + m / M + w / N + w / K) · (1 + u, where N or K is misaligned)
 
 m is `Cluster.matmul_tokens`, w `Cluster.matmul_width`, and u `Cluster.misaligned`: tensor cores
-want widths of whole tiles of 128 elements. Tensor parallelism divides N of the matrices that
-open a branch (queries, keys, values; up) and K of those that close it. Backward is two such
-products, and full recomputation one more; m, w and u are 0 unless a calibration has them.
+need widths that are multiples of the 128-element tile. Tensor parallelism divides N of the first
+matrices of a branch (queries, keys, values; up) and K of the last one. Backward is two such
+matmuls, and full recomputation one more. m, w and u are 0 unless a calibration sets them.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _TILE = 128
 
 
 class Matrix(NamedTuple):
-    """Rows and columns of a matrix on one tensor rank, and how many of it a block has."""
+    """Columns and rows of a matrix on one tensor rank, and the number of them per block."""
 
     columns: Any
     rows: Any
@@ -32,7 +32,7 @@ class Matrix(NamedTuple):
 
 
 def block_matrices(layouts: Layouts, workload: Workload) -> Iterator[Matrix]:
-    """Yields the matrices of one block as tensor ranks hold them."""
+    """Yields the matrices of one block on one tensor rank."""
     shape, ranks = workload.shape, layouts.tensor
     width = shape.d_model
     if shape.has_attention:
@@ -45,7 +45,7 @@ def block_matrices(layouts: Layouts, workload: Workload) -> Iterator[Matrix]:
 
 
 def small_matmul_flops(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
-    """Returns the FLOPs, per layer and pass, that a device could do in what small matmuls lose."""
+    """Returns the time lost to small matmuls per layer and pass, in FLOPs at the full rate."""
     if not (cluster.matmul_tokens or cluster.matmul_width or cluster.misaligned):
         return 0.0
     tokens = workload.tokens / layouts.context
@@ -56,7 +56,10 @@ def small_matmul_flops(layouts: Layouts, workload: Workload, cluster: Cluster) -
 
 
 def small_head_flops(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
-    """Returns the same for the output layer, which is never recomputed."""
+    """Returns the equivalent of `small_matmul_flops` for the output layer per pass.
+
+    The output layer is never recomputed.
+    """
     matrix = Matrix(workload.shape.vocab_size / layouts.tensor, workload.shape.d_model)
     return 3 * _lost_flops(workload.tokens / layouts.context, matrix, cluster)
 

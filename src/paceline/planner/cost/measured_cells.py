@@ -1,9 +1,9 @@
-"""What measured runs took beyond the formulas, by tokens in a pass, width and tensor ranks.
+"""Correction factors from measured runs, by tokens per pass, model width and tensor ranks.
 
-Libraries choose kernels by the sizes of a matmul, and hosts launch them more or less quickly; both
-jump where a formula is smooth. Where several runs share a cell, half a doubling of tokens and of
-width wide and of one number of tensor ranks, the mean logarithm of measured over predicted seconds,
-drawn towards zero where there are few runs, becomes a factor on the time of a layer there:
+Libraries select kernels by matmul size, and hosts differ in launch speed. Both cause jumps that the
+smooth formulas miss. Runs are grouped into cells that span half a doubling of tokens, half a
+doubling of width and one power of two of tensor ranks. The mean log ratio of measured to predicted
+seconds in a cell, shrunk towards zero if there are few runs, gives a factor on the time of a layer:
 
     factor = exp(sum of logarithms / (runs + 2))
 
@@ -19,19 +19,19 @@ import numpy.typing as npt
 _STEPS_PER_DOUBLING = 2
 _SHRINKAGE = 2.0
 _TOKENS, _WIDTHS, _RANKS = 48, 36, 10
-"""Cells along each axis: up to 2^23 tokens, a width of 2^17 and 512 tensor ranks."""
+"""Number of cells along each axis: up to about 2^23 tokens, width 2^17 and 512 tensor ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredCells:
-    """Logarithms of factors, with the cells that have any."""
+    """Log factors of all cells with measured runs."""
 
     entries: tuple[tuple[int, float], ...]
-    """Number of a cell, and its logarithm."""
+    """Pairs of a cell's index and its log factor."""
 
     @classmethod
     def of(cls, cells: npt.NDArray[np.int64], ratios: npt.NDArray[np.float64]) -> "MeasuredCells":
-        """Averages the logarithms of measured over predicted seconds in every cell."""
+        """Returns the shrunk mean of the log ratios in every cell."""
         found = []
         for cell in np.unique(cells):
             inside = ratios[cells == cell]
@@ -39,7 +39,7 @@ class MeasuredCells:
         return cls(entries=tuple(found))
 
     def factor(self, tokens: Any, width: Any, tensor: Any) -> Any:
-        """Returns the factors of layers with so many tokens, columns and tensor ranks."""
+        """Returns the factors of layers with these tokens, widths and tensor ranks."""
         table = np.ones(_TOKENS * _WIDTHS * _RANKS)
         for cell, logarithm in self.entries:
             table[cell] = np.exp(logarithm)
@@ -47,7 +47,7 @@ class MeasuredCells:
 
 
 def cell_of(tokens: Any, width: Any, tensor: Any) -> npt.NDArray[np.int64]:
-    """Returns the number of the cell of each layout."""
+    """Returns the cell index of each layout."""
 
     def place(value: Any, size: int, steps: int) -> Any:
         index = np.rint(steps * np.log2(np.asarray(value, dtype=np.float64))).astype(np.int64)

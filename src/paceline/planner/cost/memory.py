@@ -1,38 +1,37 @@
-"""Memory of one device under any layout, for arrays of layouts at once.
+"""Peak memory of one device under any layout, for arrays of layouts.
 
-N parameters are divided by tensor × pipeline, and what a sharding stage divides further by `shard`
-(ZeRO, Rajbhandari et al. 2020); replicas of the shards, as in hybrid sharding, divide nothing:
+N parameters are divided by tensor × pipeline. ZeRO (Rajbhandari et al. 2020) divides states further
+by `shard`. Replicas of the shards, as in hybrid sharding, do not reduce memory:
 
-    optimizer state   from stage 1 on
-    gradients         from stage 2 on, if they are averaged after every micro-batch or there is one
-                      only; otherwise they accumulate in whole
-    parameters        from stage 3 on, which then holds three units gathered in the compute dtype:
-                      two blocks, and a block or the embedding, whichever is larger
-    weight copies     autocast keeps matrices in the compute dtype beside those in float32, until
-                      the pass is over
-    buckets           a second copy of gradients, where buckets are not where gradients lie; where
-                      gradients are sharded, two units that are being averaged
+    optimizer state   sharded from stage 1 on
+    gradients         sharded from stage 2 on, if they are averaged after every micro-batch or
+                      there is only one; otherwise they accumulate unsharded
+    parameters        sharded from stage 3 on, with three units gathered in the compute dtype: two
+                      blocks, and a block or the embedding, whichever is larger
+    weight copies     autocast keeps matrices in the compute dtype in addition to float32 until the
+                      end of the pass
+    buckets           a second copy of gradients, if buckets do not share their memory; with
+                      sharded gradients, two units in flight
 
-Activations are those of `paceline.planner.cost.activations`. The peak is not their sum with
-everything else: the first stage keeps most, and holds one block more while it recomputes it; the
-last has the fewest micro-batches in flight, and the logits of one. The larger of both counts.
+For activations see `paceline.planner.cost.activations`. The activation peak is the larger of two
+stages. The first stage keeps the most activations, plus one block while it is recomputed. The last
+stage has the fewest micro-batches in flight, plus the logits of one.
 
-The fullest stage of a pipeline has ceil(L / p) blocks and the embedding, or the output layer. Where
-L + 2 blocks divide evenly and L do not, both count as blocks, as in BLOOM and Llama 3: it has
-(L + 2) / p blocks, or one less and the embedding. For our own trainer it is the fullest of its own
-stages (`paceline.accounting.stages`), which divide the work evenly. What
-frameworks hold beyond all this is that of `paceline.planner.cost.framework_memory`; without one,
-nothing.
+The largest stage of a pipeline has ceil(L / p) blocks and the embedding or the output layer. If
+L + 2 blocks divide evenly and L do not, embedding and output layer count as one block each, as in
+BLOOM and Llama 3. The largest stage then has (L + 2) / p blocks, or one less and the embedding. For
+Paceline's trainer it is the largest of the trainer's stages (`paceline.accounting.stages`), which
+balance the work. `paceline.planner.cost.framework_memory` adds framework-specific memory.
 
-A mixture has E experts in most of its blocks, of which a rank of x expert ranks holds E / x, each
-whole: tensor ranks do not divide them, as in Megatron with one expert tensor rank. The t c s / x
-ranks of s shards that hold the same experts are what a sharding stage divides them over:
+A mixture has E experts in most of its blocks. Each of x expert ranks holds E / x whole experts:
+tensor ranks do not divide them, as in Megatron with one expert tensor rank. A ZeRO stage shards
+them over the t c s / x ranks, of s shards, that hold the same experts:
 
     experts           m h f E / x weights per block with experts, over t c s / x ranks
     router            h E weights per block with experts, over the shards
     all others        as above, without either of them (`paceline.planner.cost.experts`)
 
-The fullest stage has experts in all of its blocks, as far as the model has such blocks.
+The largest stage has experts in all of its blocks, if the model has that many blocks with experts.
 """
 
 import dataclasses
@@ -66,56 +65,56 @@ _UNITS_REDUCED = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What one device holds of the model, by what it is; arrays like the layouts'."""
+    """Bytes of model states on one device, as arrays shaped like the layouts'."""
 
     parameters: Any
     weight_copies: Any
     gathered: Any
-    """Units that a fully sharded model holds in whole while it needs them."""
+    """Units of a fully sharded model that are gathered while in use."""
     gradients: Any
     buckets: Any
     optimizer_state: Any
 
     @property
     def total(self) -> Any:
-        """All together."""
+        """Sum of all states."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
-    """What one device holds at the peak of a step."""
+    """Peak memory of one device in a step, by part."""
 
     states: StateBytes
     activations: Any
-    """What the first stage keeps for backward."""
+    """Activations that the first stage keeps for backward."""
     working: Any
-    """What the peak holds beyond that: a block that is computed again, or logits."""
+    """Activation peak minus `activations`: a block being recomputed, or logits."""
     framework: Any = 0.0
-    """What the framework, the allocator and drivers hold beside all that."""
+    """Additional memory of the framework, the allocator and drivers."""
 
     @property
     def total(self) -> Any:
-        """All together."""
+        """Sum of all parts."""
         return self.states.total + self.activations + self.working + self.framework
 
 
 class _Part(NamedTuple):
-    """Parameters that are divided alike."""
+    """A group of parameters with the same division over ranks."""
 
     name: str
     stage: Any
-    """Of the fullest pipeline stage, before anything divides them."""
+    """Number in the largest pipeline stage, before any division."""
     block: Any
-    """Of one block, as far as fully sharded ranks gather them."""
+    """Number in one block that fully sharded ranks gather."""
     ranks: Quantity
-    """Over which they are divided before any sharding."""
+    """Ranks that divide the parameters before any sharding."""
     shards: Any
-    """Over which a sharding stage divides them further."""
+    """Ranks over which a ZeRO stage shards the parameters."""
 
 
 def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity]:
-    """Returns the states of one device with their formulas, by field of `StateBytes`."""
+    """Returns the states of one device with their formulas, keyed by `StateBytes` field."""
     counted = _counted(workload)
     parts = _parts(layouts, workload, counted)
     held = functools.reduce(operator.add, (part.stage / part.ranks.value for part in parts))
@@ -160,7 +159,7 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
 
 
 def _parts(layouts: Layouts, workload: Workload, counted: ParameterCount) -> list[_Part]:
-    """Returns what tensor ranks divide, and of a mixture the experts and the routers as well."""
+    """Returns the dense parameters, and for a mixture also the experts and the routers."""
     name = "N" if np.all(layouts.pipeline == 1) else "N of the fullest stage"
     unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
     tensor, shards = Quantity(layouts.tensor, "tensor"), layouts.state_shards
@@ -182,7 +181,7 @@ def _parts(layouts: Layouts, workload: Workload, counted: ParameterCount) -> lis
 def _units_in_flight(
     layouts: Layouts, counted: ParameterCount, parts: list[_Part]
 ) -> tuple[Any, Any]:
-    """Returns what fully sharded ranks hold gathered on one device, and what they average."""
+    """Returns the parameters of the units gathered, and of those being averaged, per device."""
     tensor, (dense, *others) = layouts.tensor, parts
     if not others:
         largest = np.maximum(dense.block, counted.embedding)
@@ -195,7 +194,7 @@ def _units_in_flight(
 def _weight_copies(
     layouts: Layouts, workload: Workload, counted: ParameterCount, parts: list[_Part], away: Any
 ) -> Quantity:
-    """Returns the bytes of matrices in the compute dtype beside those in float32."""
+    """Returns the bytes of compute-dtype copies of float32 matrices."""
     precision = workload.precision
     keeps_copies = precision.autocast and precision.compute != precision.parameters
     size = Quantity(workload.compute_bytes, "bytes")
@@ -214,7 +213,7 @@ def _counted(workload: Workload) -> ParameterCount:
 
 
 def stage_parameters(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the parameters of the fullest stage, all tensor ranks together, without experts."""
+    """Returns the parameters of the largest stage over all tensor ranks, without experts."""
     if workload.trainer_stages:
         return trainer_loads(layouts, workload).parameters
     counted = _counted(workload)
@@ -229,13 +228,13 @@ def stage_parameters(layouts: Layouts, workload: Workload) -> Any:
 
 
 def _ends_are_blocks(layouts: Layouts, workload: Workload) -> Any:
-    """Whether stages divide evenly only with embedding and output layer as one block each."""
+    """Whether stages divide evenly only if embedding and output layer count as one block each."""
     blocks, stages = workload.shape.num_layers, layouts.pipeline
     return ((blocks + 2) % stages == 0) & (blocks % stages != 0)
 
 
 def blocks_with_experts(layouts: Layouts, workload: Workload, experts: Experts) -> Any:
-    """Returns how many blocks of the fullest stage have experts."""
+    """Returns the number of blocks with experts in the largest stage."""
     blocks, stages = workload.shape.num_layers, layouts.pipeline
     is_balanced = _ends_are_blocks(layouts, workload)
     most = np.where(is_balanced, (blocks + 2) // stages, -(-blocks // stages))
@@ -243,7 +242,7 @@ def blocks_with_experts(layouts: Layouts, workload: Workload, experts: Experts) 
 
 
 def expert_shards(layouts: Layouts) -> Any:
-    """Returns the ranks that hold the same experts, which a sharding stage divides them over."""
+    """Returns the number of ranks that hold the same experts, over which ZeRO shards them."""
     return np.maximum(layouts.tensor * layouts.context * layouts.shard / layouts.expert, 1)
 
 
@@ -254,7 +253,7 @@ def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
 
 
 def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
-    """Returns what one device holds at the peak, on the stage that holds most."""
+    """Returns the peak memory of one device, using the largest stage for each part."""
     first = kept_activations(layouts, workload).value
     per_token = block_bytes_per_token(layouts, workload).value
     tokens = workload.tokens / layouts.context

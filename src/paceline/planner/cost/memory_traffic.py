@@ -1,10 +1,10 @@
-"""Memory traffic of what a block computes beside its matmuls.
+"""Memory traffic of a block outside its matmuls.
 
-Norms, dropout, softmax and activation functions do a few operations for each number that they read
-or write, so that memory bandwidth alone sets their pace. Each line below counts the numbers that
-one kernel reads and writes per token, h being `d_model`, a the width of all query heads, k that of
-all key heads, f `d_ff`, n the number of heads and s the context length; backward reads the
-gradient of the output, and of what was saved what it needs, and writes that of the input.
+Norms, dropout, softmax and activation functions do few operations per element, so they are bound by
+memory bandwidth. Each line below counts the elements that one kernel reads and writes per token. h
+is `d_model`, a the width of all query heads, k that of all key heads, f `d_ff`, n the number of
+heads and s the context length. Backward reads the gradient of the output and the saved tensors, and
+writes the gradient of the input.
 
     operation                         forward      backward     divided over tensor ranks
     norm, two per block               2 h          3 h          with sequence parallelism
@@ -19,11 +19,11 @@ gradient of the output, and of what was saved what it needs, and writes that of 
     softmax of stored scores          2 n s        3 n s        always
     dropout of stored scores          2 n s + 1/e n s   2 n s + 1/e n s     always
 
-1/e stands for a mask of one byte beside numbers of e bytes. Attention that stores no scores has
-neither of the last two. The loss reads and writes logits of v words in float32 ten times forward
-and backward and converts them from and to the compute dtype. What matmuls themselves read and write
-is not counted: with thousands of tokens they are compute-bound, but for those of stored scores,
-whose traffic is `score_product_bytes`.
+1/e is a mask of one byte per element of e bytes. Flash attention has neither of the last two. The
+loss reads or writes float32 logits ten times, forward and backward together, and converts them from
+and to the compute dtype. The traffic of matmuls is not counted: with thousands of tokens they are
+compute-bound. The exceptions are matmuls with stored scores, whose traffic is
+`score_product_bytes`.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from paceline.core.errors import UsageError
 from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 Division = Literal["stream", "tensor"]
-"""stream: over tensor ranks with sequence parallelism only; tensor: always."""
+"""stream: divided over tensor ranks only with sequence parallelism; tensor: always."""
 
 _FLOAT32_BYTES = 4
 _LOSS_TOUCHES = 10
@@ -43,24 +43,27 @@ _LOSS_TOUCHES = 10
 
 
 _FUSED_LOSS_TOUCHES = 3
-"""Logits written by the output layer are read twice, and overwritten by their gradient."""
+"""The loss reads the logits twice and overwrites them with their gradient."""
 
 
 class Elementwise(NamedTuple):
-    """One kind of kernel: bytes read and written per token and layer, and how they are divided."""
+    """One kind of kernel: bytes moved per token and layer, and their division over ranks."""
 
     name: str
     forward_bytes: float
     backward_bytes: float
     division: Division
     num_forward: int
-    """Kernels in forward; backward has as many."""
+    """Number of kernels in forward; backward has the same number."""
     of_scores: bool = False
-    """Whether selective recomputation runs it again."""
+    """Whether selective recomputation repeats it."""
 
 
 def elementwise_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what one device moves per token and layer, forward, backward and recomputed."""
+    """Returns the bytes that elementwise kernels move per token and layer on one device.
+
+    Includes forward, backward and recomputation.
+    """
     total: Any = 0.0
     for operation in elementwise_operations(workload):
         split = layouts.stream_split if operation.division == "stream" else layouts.tensor
@@ -73,7 +76,7 @@ def elementwise_bytes(layouts: Layouts, workload: Workload) -> Any:
 
 
 def loss_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what the loss moves per token, its vocabulary divided over the tensor ranks."""
+    """Returns the bytes that the loss moves per token; tensor ranks divide the vocabulary."""
     if workload.fused_loss:
         fused = _FUSED_LOSS_TOUCHES * workload.compute_bytes
         return fused * workload.shape.vocab_size / layouts.tensor
@@ -83,10 +86,10 @@ def loss_bytes(layouts: Layouts, workload: Workload) -> Any:
 
 
 def score_product_bytes(layouts: Layouts, workload: Workload) -> Any:
-    """Returns what matmuls with stored scores move per token and layer: 2 n s each way.
+    """Returns the bytes that matmuls with stored scores move per token and layer.
 
-    Forward writes the scores and reads the probabilities; backward writes their gradient and reads
-    probabilities and gradients three times.
+    Forward moves 2 n s elements: it writes the scores and reads the probabilities. Backward moves
+    4 n s: it writes the gradient once, and reads probabilities and gradients three times in total.
     """
     if workload.attention == "flash":
         return np.zeros(np.shape(layouts.tensor))
@@ -96,18 +99,18 @@ def score_product_bytes(layouts: Layouts, workload: Workload) -> Any:
 
 
 def num_kernels(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the kernels of one layer and pass: elementwise ones and matmuls."""
+    """Returns the number of kernels per layer and pass, elementwise and matmuls."""
     shape = workload.shape
     matmuls = (4 if shape.has_attention else 0) + (3 if shape.feed_forward == "swiglu" else 2)
     forward = matmuls + sum(part.num_forward for part in elementwise_operations(workload))
-    # A matmul has two gradients; an elementwise kernel one.
+    # A matmul computes two gradients, an elementwise kernel one.
     backward = forward + matmuls
     again = np.where(layouts.checkpointing == CHECKPOINTING["full"], forward, 0)
     return forward + backward + again
 
 
 def elementwise_operations(workload: Workload) -> Iterator[Elementwise]:
-    """Yields name, bytes forward and backward, division and kernels, as the table lists them."""
+    """Yields the elementwise operations of a block, as in the module's table."""
     shape = workload.shape
     size = workload.compute_bytes
     branches = 2 if shape.has_attention else 1

@@ -1,7 +1,7 @@
-"""Models of different sizes at once: the dimensions of a shape as arrays, one entry per layout.
+"""Shapes with array dimensions, one entry per layout, for models of different sizes.
 
-`step_time` takes them like any shape, so that runs of many models are predicted by one call.
-What changes formulas and not numbers (norm, activation, biases) must be the same in all.
+`step_time` accepts them like any shape, so one call predicts runs of many models. Properties that
+change the formulas (norm, activation, biases) must be the same in all.
 """
 
 import dataclasses
@@ -18,24 +18,24 @@ _NUMBERS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "max_con
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeArrays(ModelShape):
-    """Shapes whose dimensions are arrays; all of them have attention."""
+    """A shape whose dimensions are arrays. All models in it have attention."""
 
     def __post_init__(self) -> None:
-        """Leaves out a shape's checks: each of these shapes has passed them."""
+        """Skips the checks of `ModelShape`: each joined shape has passed them."""
 
     @property
     def has_attention(self) -> bool:
-        """Whether blocks have attention, which is required of all."""
+        """Always true: `join_shapes` requires attention."""
         return True
 
 
 def formula_of(shape: ModelShape) -> tuple[Any, ...]:
-    """Returns what two shapes must have in common to be joined."""
+    """Returns the properties that must be equal for shapes to be joined."""
     return (shape.feed_forward, shape.norm, shape.positions, shape.biases, shape.tied_embeddings)
 
 
 def join_shapes(shapes: Sequence[ModelShape]) -> ModelShape:
-    """Joins shapes of one formula, one entry for each."""
+    """Joins shapes with the same `formula_of` into one shape with an array entry for each."""
     if len({formula_of(shape) for shape in shapes}) != 1 or not all(
         shape.has_attention for shape in shapes
     ):

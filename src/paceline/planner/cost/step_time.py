@@ -1,37 +1,36 @@
-"""The time of one training step by term, in closed form, for arrays of layouts at once.
+"""Step time by term in closed form, for arrays of layouts.
 
-A device of a mesh with t tensor, c context and p pipeline ranks works on q / c tokens of each of
+A device of a mesh with t tensor, c context and p pipeline ranks processes q / c tokens of each of
 its m micro-batches, in L / p layers. Per layer and micro-batch:
 
-    matrices      2 FLOPs per weight and token forward, 4 backward, 2 where recomputed in full
-    attention     4 FLOPs per score and channel forward, 8 backward; flash computes half of the
-                  scores, those that a causal mask leaves, and half of forward's again in backward.
-                  Stored scores are also read and written: whichever takes longer, FLOPs or bytes
+    matrices      2 FLOPs per weight and token forward, 4 backward, 2 if fully recomputed
+    attention     4 FLOPs per score and channel forward, 8 backward. Flash computes only the causal
+                  half of the scores, and repeats half of forward in backward. Stored scores are
+                  also read and written; the larger of compute and memory time counts
     memory        bytes of elementwise kernels over memory bandwidth (`memory_traffic`)
-    launches      seconds per kernel that nothing hides, if any are given
+    launches      exposed seconds per kernel launch, if the cluster has any
     tensor, context, expert, stages   communication that every layer or stage waits for
                   (`communication`)
 
 and per step
 
-    imbalance     the stage that has most to do sets the pace of every micro-batch: the last has
-                  the output layer and the loss beside its layers, and a division of L by p may
-                  leave a remainder
-    bubble        (p - 1) / (v m) of what a stage does on average
-    data          gradients averaged and parameters gathered, as far as the pass that they run
-                  beside does not hide them; `hidden` is the share of a pass that can
-    optimizer     bytes that updating one's own parameters reads and writes, over bandwidth
-    engine        what torch's own calls take whatever the sizes, where a calibration says so:
-                  per block and pass, per stage and pass, per collective of FSDP2
+    imbalance     the slowest stage sets the pace of every micro-batch: the last stage also has the
+                  output layer and the loss, and p may not divide L evenly
+    bubble        (p - 1) / (v m) of the mean stage's busy time
+    data          exposed communication of averaging gradients and gathering parameters; `hidden`
+                  is the fraction of a pass that can hide it
+    optimizer     bytes read and written to update a rank's own parameters, over bandwidth
+    engine        size-independent overhead of torch's calls, if calibrated: per block and pass,
+                  per stage and pass, per FSDP2 collective
 
-Where o ranks share a processor, what one waits another computes: p stages on p / o processors have
-the bubble of p / o stages with o v parts each, and a stage sets the pace only if it has more than o
-times the work of the mean.
+If o ranks share a processor, one rank computes while another waits. p stages on p / o processors
+then have the bubble of p / o stages with o v parts each, and a stage sets the pace only if it has
+more than o times the mean work.
 
-Selective recomputation repeats attention's matmuls and its softmax, where scores are stored. It is
-a model to compare layouts by: exposed communication is the limit of many buckets without latency
-(`least_exposed_s`), in closed form because a million layouts take two seconds that way.
-`paceline.accounting.communication.overlap_simulator` simulates the buckets of one.
+Selective recomputation repeats attention's matmuls and softmax if scores are stored. The model is
+meant for comparing layouts. Exposed communication is the limit of many buckets without latency
+(`least_exposed_s`), in closed form so that a million layouts take two seconds.
+`paceline.accounting.communication.overlap_simulator` simulates the buckets of a single layout.
 """
 
 import dataclasses
@@ -70,7 +69,7 @@ from paceline.planner.cost.memory_traffic import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by term; arrays like the layouts'."""
+    """Seconds of a step by term, as arrays shaped like the layouts'."""
 
     compute_s: Any
     """Matrices and attention, averaged over the stages."""
@@ -79,36 +78,36 @@ class StepTime:
     tensor_s: Any
     context_s: Any
     expert_s: Any
-    """Tokens on their way to experts and back."""
+    """All-to-alls of tokens to experts and back."""
     stages_s: Any
     imbalance_s: Any
     bubble_s: Any
     data_s: Any
     optimizer_s: Any
     engine_s: Any
-    """Calls of torch's engine, whatever the sizes: DTensor's dispatch, FSDP2's hooks."""
+    """Size-independent overhead of torch's engine: DTensor dispatch, FSDP2 hooks."""
     fixed_s: Any
-    """What a step takes whatever its work."""
+    """Fixed time per step."""
     measured_s: Any
-    """What measured runs of the same sizes took beyond the formulas; negative if less."""
+    """Correction from measured runs of the same sizes; negative if they were faster."""
 
     @property
     def total_s(self) -> Any:
-        """All terms together."""
+        """Sum of all terms."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 class FlopsPerPass(NamedTuple):
-    """Operations of one device in one pass, recomputed ones included."""
+    """FLOPs of one device in one pass, including recomputation."""
 
     layer_matrices: Any
     layer_attention: Any
     head: Any
-    """Of the output layer, which the last stage has."""
+    """FLOPs of the output layer, which is in the last stage."""
 
 
 def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
-    """Returns the operations that layouts leave one device per layer, and per output layer."""
+    """Returns the FLOPs of one device per pass, for a layer and for the output layer."""
     shape = workload.shape
     counted = count_parameters(shape)
     tokens = workload.tokens / layouts.context / layouts.tensor
@@ -130,7 +129,7 @@ def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
 
 
 def attention_time_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
-    """Returns the seconds of attention's matmuls per layer and pass, by FLOPs or by bytes."""
+    """Returns the seconds of attention's matmuls per layer and pass, compute- or memory-bound."""
     operations = flops_per_pass(layouts, workload).layer_attention
     moved = score_product_bytes(layouts, workload) * workload.tokens / layouts.context
     rate = cluster.attention_flops_per_s or cluster.flops_per_s
@@ -140,7 +139,7 @@ def attention_time_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> 
 def step_time(
     layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
 ) -> StepTime:
-    """Returns the terms of every layout; `hidden` is the share of a pass that hides sending."""
+    """Returns the terms of every layout. A fraction `hidden` of a pass can hide communication."""
     quantities = step_quantities(layouts, workload, cluster, hidden=hidden)
     return StepTime(**{name: quantity.value for name, quantity in quantities.items()})
 
@@ -148,7 +147,7 @@ def step_time(
 def step_quantities(
     layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
 ) -> dict[str, Quantity]:
-    """Returns the terms of every layout with their formulas, by field of `StepTime`."""
+    """Returns the terms of every layout with their formulas, keyed by `StepTime` field."""
     if np.min(hidden) < 0 or np.max(hidden) > 1:
         raise UsageError(f"hidden is {hidden}; it is a fraction of a pass, from 0 to 1")
     shape = workload.shape
@@ -181,7 +180,7 @@ def step_quantities(
     handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "messages between stages")
 
     layer = matrices / flops_per_s + attention + tokens * moved / bandwidth
-    # The host runs ahead of the device, so that only launches that take longer than all work show.
+    # The host runs ahead of the device, so launches count only if they exceed the layer's work.
     late = np.maximum(kernels.value * cluster.dispatch_s - (layer + waits + context).value, 0.0)
     launch = launch + _seconds(late, "launches that take longer than the layer's work")
     per_block = engine_block_s(layouts, cluster)
@@ -225,7 +224,7 @@ def step_quantities(
 
 
 def _bubble(layouts: Layouts, passes: Quantity, shared: float) -> Any:
-    """Returns the bubble of stages of which several share a processor."""
+    """Returns the pipeline bubble if `shared` ranks share a processor."""
     stages: Any = layouts.pipeline
     parts: Any = layouts.pipeline_interleave
     if shared > 1:
@@ -240,7 +239,7 @@ def _update_rate(cluster: Cluster, bandwidth: Quantity) -> Quantity:
 
 
 def pipeline_bubble(num_stages: Any, num_micro_batches: Any, interleave: Any = 1) -> Any:
-    """Returns the idle time of a pipeline over its busy time, (p - 1) / (v m)."""
+    """Returns the ratio of a pipeline's idle time to its busy time, (p - 1) / (v m)."""
     return (num_stages - 1) / (interleave * num_micro_batches)
 
 
@@ -253,11 +252,11 @@ def _rate(unit: str) -> Callable[[float], str]:
 
 
 def _num_parameters(layouts: Layouts, workload: Workload) -> Any:
-    """Returns the parameters of a model, experts counted as far as their axis leaves them."""
+    """Returns the parameters of a model, with experts scaled to their division over ranks."""
     total: Any = count_parameters(workload.shape).total
     if workload.experts is None:
         return total
-    # Experts are divided over their own axis instead of the tensor axis.
+    # Experts are divided over the expert axis instead of the tensor axis.
     idle = inactive_parameters(workload.experts, workload.shape)
     return total + idle * layouts.tensor / layouts.expert
 

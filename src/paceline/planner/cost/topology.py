@@ -1,19 +1,18 @@
-"""What collectives cost on a cluster whose links come in tiers: a host, a pod, everything.
+"""Cost of collectives on a cluster with tiered links: host, pod, whole cluster.
 
-Devices are numbered so that those of one host follow each other, and the hosts of one pod too. A
-group of g ranks that lie k numbers apart (k is its stride: the product of the mesh axes inside its
-own) is split over the tiers by counting: a domain of D devices holds blocks of gcd(D / k, g) of its
-ranks, if k divides D, and blocks of one otherwise. Blocks that are no longer than that never lie
-across the border of a domain, wherever the group begins. The group spans the tiers in which its
-blocks grow. On these
+The devices of one host have consecutive numbers, as have the hosts of one pod. A group of g ranks
+has a stride k, the product of the mesh axes inside its own axis. It is split over the tiers as
+follows: a domain of D devices holds blocks of gcd(D / k, g) of its ranks if k divides D, and blocks
+of one otherwise. Blocks of this size never cross a domain boundary, wherever the group starts. The
+group spans the tiers in which its blocks grow. The algorithms are
 
-    ring           one ring, at the pace of the slowest tier that the group spans
-    tree           two complementary trees at that pace, all-reduce only
-    hierarchical   tier by tier, a ring of the blocks of the tier below, each with the bytes that
+    ring           one ring, at the speed of the slowest tier that the group spans
+    tree           two complementary trees at that speed, all-reduce only
+    hierarchical   one ring per tier over the blocks of the tier below, each with the bytes that
                    the tiers below leave: S, then S over the ranks below, and so on
 
-`collective_time_s` takes the cheapest of the three for each group, as communication libraries do.
-All functions take arrays of sizes, groups and strides.
+`collective_time_s` takes the fastest of the three for each group, as communication libraries do.
+All functions accept arrays of sizes, groups and strides.
 """
 
 import dataclasses
@@ -33,16 +32,16 @@ from paceline.planner.cost.layouts import Integers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tier:
-    """Devices that reach each other equally well."""
+    """A level of the network whose devices communicate at the same bandwidth and latency."""
 
     name: str
-    """What the domain is called: host, pod."""
+    """Name of the domain, such as host or pod."""
     num_devices: int | None
-    """Devices in one domain; None for the outermost tier, which holds all."""
+    """Number of devices in one domain; None for the outermost tier, which contains all."""
     latency_s: float
-    """Of one hop."""
+    """Latency of one hop."""
     bytes_per_s: float
-    """Of one device in one direction, while all others of its domain use theirs."""
+    """Bandwidth of one device in one direction while all devices of its domain communicate."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.latency_s < 0:
@@ -54,7 +53,7 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True)
 class Tiers:
-    """The tiers of a cluster, the innermost first."""
+    """The tiers of a cluster, innermost first."""
 
     tiers: tuple[Tier, ...]
 
@@ -71,7 +70,7 @@ class Tiers:
             below = tier.num_devices
 
     def span(self, group: Any, stride: Any = 1) -> "Span":
-        """Returns how groups of so many ranks, a stride apart, lie over the tiers."""
+        """Returns the mapping of groups of `group` ranks, `stride` apart, to the tiers."""
         remaining, step = np.broadcast_arrays(
             np.asarray(group, dtype=np.int64), np.asarray(stride, dtype=np.int64)
         )
@@ -100,32 +99,32 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-    """Groups of ranks as they lie over the tiers; arrays like the groups'."""
+    """Mapping of groups of ranks to the tiers, as arrays shaped like the groups'."""
 
     tiers: tuple[Tier, ...]
     ranks: Integers
     blocks: tuple[Integers, ...]
-    """For each tier, how many blocks of the tier below a block there consists of."""
+    """For each tier, the number of blocks of the tier below in one of its blocks."""
     latency_s: Any
-    """Of the slowest tier that a group spans; 0 for a single rank."""
+    """Largest latency of the tiers that a group spans; 0 for a single rank."""
     bytes_per_s: Any
-    """Of the slowest tier that a group spans; infinite for a single rank."""
+    """Lowest bandwidth of the tiers that a group spans; infinite for a single rank."""
 
 
 def send_time_s(span: Span, size_bytes: Numbers) -> Any:
-    """Returns the seconds of a message inside groups of two; 0 for single ranks."""
+    """Returns the seconds of a message between the two ranks of a group; 0 for single ranks."""
     return span.latency_s + np.asarray(size_bytes) / span.bytes_per_s
 
 
 def flat_ring_time_s(operation: Operation, span: Span, size_bytes: Numbers) -> Any:
-    """Returns the seconds of a collective on one ring through all tiers that the group spans."""
+    """Returns the seconds of a collective on one ring over all tiers that the group spans."""
     return ring_time_s(
         operation, size_bytes, span.ranks, latency_s=span.latency_s, bytes_per_s=span.bytes_per_s
     )
 
 
 def flat_tree_time_s(span: Span, size_bytes: Numbers) -> Any:
-    """Returns the seconds of an all-reduce over two trees through all tiers."""
+    """Returns the seconds of an all-reduce on two trees over all tiers that the group spans."""
     return tree_all_reduce_time_s(
         size_bytes, span.ranks, latency_s=span.latency_s, bytes_per_s=span.bytes_per_s
     )
@@ -144,7 +143,7 @@ def hierarchical_time_s(operation: Operation, span: Span, size_bytes: Numbers) -
 
 
 def collective_time_s(operation: Operation, span: Span, size_bytes: Numbers) -> Any:
-    """Returns the seconds of the cheapest algorithm for each group."""
+    """Returns the seconds of the fastest algorithm for each group."""
     cheapest = np.minimum(
         flat_ring_time_s(operation, span, size_bytes),
         hierarchical_time_s(operation, span, size_bytes),

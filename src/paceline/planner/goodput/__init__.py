@@ -1,1 +1,1 @@
-"""Goodput: the share of a long run that ends up in the model, when devices fail."""
+"""Goodput: the fraction of a long run's time that is useful training despite device failures."""

@@ -1,8 +1,8 @@
-"""The numbers that goodput is computed from: where each is published, measured or assumed.
+"""Constants for computing goodput, each published, measured or assumed.
 
-Two sets. `measured` is what this project's own restarts and replicas take on a small machine, with
-the published growth of the rendezvous: what software allows. `cluster` is what large runs report or
-imply, with queues, health checks and people in between.
+There are two sets. `measured` holds this project's restart and replica times on a small machine,
+with the published growth of the rendezvous: a lower bound set by software. `cluster` holds times
+that large runs report or imply, including queues, health checks and human intervention.
 """
 
 import dataclasses
@@ -21,46 +21,46 @@ LLAMA3_PLANNED = 47
 LLAMA3_EFFECTIVE = 0.90
 """Published as "higher than 90%" (The Llama 3 Herd of Models, 2024, section 3.3.4)."""
 LLAMA3_DEVICE_INTERVAL_H = LLAMA3_DAYS * 24 * LLAMA3_DEVICES / LLAMA3_UNEXPECTED
-"""Hours between two unexpected interruptions by one device: 50,700."""
+"""Mean hours between two unexpected interruptions by one device: 50,700."""
 LLAMA3_STORAGE_BYTES_PER_S = 2 * TB
-"""Sustained, of the storage that its checkpoints went to (section 3.3.1)."""
+"""Sustained bandwidth of the checkpoint storage (section 3.3.1)."""
 LLAMA3_STATE_BYTES = 405e9 * 12
-"""fp32 weights and AdamW's two moments of 405 billion parameters: the format is assumed."""
+"""fp32 weights and AdamW's two moments for 405 billion parameters. The format is assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Times and sizes of one set."""
+    """One set of times, sizes and bandwidths."""
 
     detection_s: float
-    """From a failure until the job is stopped."""
+    """Time from a failure until the job is stopped."""
     restart_s: float
-    """Start of all ranks, rendezvous apart."""
+    """Time to start all ranks, excluding the rendezvous."""
     rendezvous_s_per_device: float
-    """Growth of the rendezvous with devices."""
+    """Rendezvous time per device."""
     heal_s: float
-    """Restart of one replica, with its state from a peer."""
+    """Time to restart one replica and load its state from a peer."""
     heartbeat_s: float = 5.0
-    """Until survivors give a replica up: torchft's default."""
+    """Timeout after which survivors drop a replica: torchft's default."""
     step_s: float = 6.0
-    """A step of Llama 3 405B: 16 million tokens at 400 TFLOP/s per device."""
+    """Step time of Llama 3 405B: 16 million tokens at 400 TFLOP/s per device."""
     state_bytes_per_device: float = LLAMA3_STATE_BYTES / LLAMA3_DEVICES
-    """Weights and optimizer state that one device saves: a model grows with its cluster."""
+    """Weights and optimizer state that one device saves; the model grows with the cluster."""
     stall_s: float = 0.5
-    """How long an asynchronous save stops training: the copy to host memory."""
+    """Time for which an asynchronous save stops training: the copy to host memory."""
     memory_bytes_per_s: float = 1 * GB
-    """Of one device, into the memory of a peer host."""
+    """Bandwidth of one device into the memory of a peer host."""
     disk_bytes_per_s: float = LLAMA3_STORAGE_BYTES_PER_S / LLAMA3_DEVICES
-    """Of one device, when all write: storage grows with the cluster."""
+    """Bandwidth per device when all devices write; storage grows with the cluster."""
     s3_bytes_per_s: float = 12 * MB
-    """Of one device, when all write."""
+    """Bandwidth per device when all devices write."""
 
     def restart_of(self, devices: int) -> float:
-        """Returns how long so many devices take to start and meet."""
+        """Returns the time for `devices` devices to start and complete the rendezvous."""
         return self.restart_s + self.rendezvous_s_per_device * devices
 
     def tiers(self, checkpoint: CheckpointName) -> tuple[Tier, ...]:
-        """Returns the tiers behind a choice; memory has disk behind it, which it needs."""
+        """Returns the tiers of a checkpoint choice. Memory needs disk as a durable second tier."""
         speeds = {
             "memory": self.memory_bytes_per_s,
             "disk": self.disk_bytes_per_s,
@@ -72,7 +72,7 @@ class Constants:
         return tuple(
             Tier(
                 name=name,
-                # The copy to host memory is made once, and both are written from it.
+                # Both tiers are written from one copy in host memory, so only the first stalls.
                 stall_s=self.stall_s if name == names[0] else 0.0,
                 write_s=self.state_bytes_per_device / speeds[name],
                 load_s=self.state_bytes_per_device / speeds[name],
@@ -92,7 +92,7 @@ CONSTANTS: dict[ConstantsName, Constants] = {
         rendezvous_s_per_device=_RENDEZVOUS_S_PER_DEVICE,
         heal_s=11.0,
     ),
-    # Not published by anybody in full; with them Llama 3's effective time comes out.
+    # No source publishes all of these. They reproduce Llama 3's effective training time.
     "cluster": Constants(
         detection_s=120.0,
         restart_s=600.0,

@@ -1,4 +1,4 @@
-"""Every way to go on after a failure, and to save: the scenarios that are laid side by side."""
+"""All combinations of recovery method, spare hosts and checkpoint destination to compare."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ CHECKPOINTS: tuple[CheckpointName, ...] = ("s3", "disk", "memory")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One scenario with the choices that it stands for."""
+    """One scenario with the choices that define it."""
 
     recovery: RecoveryName
     checkpoint: CheckpointName
@@ -36,7 +36,7 @@ def options(
     devices_per_replica: int = 128,
     interval_s: float | None = None,
 ) -> Iterator[Option]:
-    """Yields every choice for every number of devices; replicas where there are two."""
+    """Yields every option for each device count. Replicas need devices for at least two."""
     failures = Failures(device_interval_h=device_interval_h)
     for count in devices:
         spares = enough_spare_hosts(failures, count)

@@ -1,4 +1,4 @@
-"""Simulated goodput as records."""
+"""Records of simulated goodput."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -22,15 +22,15 @@ def option_records(
     seed: int,
     done: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
-    """Simulates scenarios and yields a record of each.
+    """Simulates scenarios and yields one record per scenario.
 
     Args:
-        chosen: The scenarios.
-        environment: Where they are simulated.
-        constants: Name of the constants that they were made of.
-        trials: Runs of each.
-        seed: Of all.
-        done: Called after each.
+        chosen: The options to simulate.
+        environment: Environment of the simulation.
+        constants: Name of the set of constants behind the options.
+        trials: Simulated runs per option.
+        seed: Random seed of every simulation.
+        done: Called after each option.
     """
     for option in chosen:
         scenario = option.scenario
@@ -53,7 +53,7 @@ def option_records(
 
 
 def replay_records(environment: Environment, *, trials: int, seed: int) -> Iterator[Record]:
-    """Replays Llama 3's interruptions under each variation of what was not published."""
+    """Yields a record of Llama 3's simulated run for each variation of the assumptions."""
     for words, assumed in variations():
         case: dict[str, CaseValue] = {"run": "Llama 3 405B", "assumption": words}
         case |= {

@@ -1,9 +1,9 @@
-"""Llama 3's published interruptions, replayed.
+"""Simulation of Llama 3's run with its published interruption rates.
 
 Published (The Llama 3 Herd of Models, 2024): 16,384 devices, 54 days, 419 unexpected and 47 planned
 interruptions, an effective training time of more than 90%, storage of 2 TB/s sustained. Not
-published: how long detection and restart took, how often the run saved, and what a save cost it.
-Those are assumed here, and varied one by one.
+published: detection time, restart time, checkpoint interval and the stall of a save. These are
+assumed here and varied one by one.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ _WRITE_S = LLAMA3_STATE_BYTES / LLAMA3_STORAGE_BYTES_PER_S
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """What was not published."""
+    """Assumed values for unpublished parameters."""
 
     detection_s: float = 120.0
-    """From a failure until the job is stopped."""
+    """Time from a failure until the job is stopped."""
     restart_s: float = 600.0
-    """Until all ranks have started and met, health checks included."""
+    """Time to start all ranks and complete the rendezvous, health checks included."""
     stall_s: float = _WRITE_S
-    """How long a save stops training: a synchronous write of 4.9 TB at 2 TB/s."""
+    """Time for which a save stops training: a synchronous write of 4.9 TB at 2 TB/s."""
     interval_s: float | None = None
-    """Training between saves; by default the best for that stall."""
+    """Training time between saves; None selects the optimum for the stall."""
     wait_s: float = 0.0
-    """For another host: the cluster had more hosts than the job."""
+    """Wait for a replacement host; 0 because the cluster had more hosts than the job used."""
 
 
 def llama3(assumed: Assumed) -> Scenario:
-    """Returns the published run under these assumptions."""
+    """Returns the scenario of the published run under these assumptions."""
     tier = Tier(name="disk", stall_s=assumed.stall_s, write_s=0.0, load_s=_WRITE_S)
     return Scenario(
         devices=LLAMA3_DEVICES,
@@ -59,7 +59,7 @@ def llama3(assumed: Assumed) -> Scenario:
 
 
 def variations() -> Iterator[tuple[str, Assumed]]:
-    """Yields the assumptions, then each of them smaller and larger, with what differs in words."""
+    """Yields the default assumptions, then variations of each one, with a description."""
     yield "as assumed", Assumed()
     for minutes in (0.5, 5.0, 10.0):
         yield f"detection takes {minutes:g} min, not 2", Assumed(detection_s=60 * minutes)

@@ -1,4 +1,4 @@
-"""What a run on n devices is up against, and what it does about it."""
+"""Scenario of a run on n devices: failures, checkpoints and recovery."""
 
 import dataclasses
 import math
@@ -20,20 +20,20 @@ DEVICES_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often devices fail, and what each failure takes with it."""
+    """Failure rate of devices, and the scope of each failure."""
 
     device_interval_h: float
-    """Mean hours between two failures of one device, whatever their cause."""
+    """Mean hours between two failures of one device, of any cause."""
     hardware_share: float = 0.78
-    """Share of failures after which the host needs a replacement; none of those job-wide."""
+    """Fraction of failures that require a replacement host. Job-wide failures never do."""
     job_wide_share: float = 0.13
-    """Share of failures that no replica survives, such as software bugs."""
+    """Fraction of failures that stop every replica, such as software bugs."""
     group_share: float = 0.02
-    """Share of failures that take a group of neighbouring hosts at once."""
+    """Fraction of failures that stop a group of neighbouring hosts at once."""
     group_hosts: int = 8
-    """Hosts of such a group."""
+    """Number of hosts in such a group."""
     planned_per_day: float = 0.0
-    """Interruptions that are announced: the run saves first, and loses nothing but time."""
+    """Planned interruptions per day. The run saves first, so it loses time but no work."""
 
     def __post_init__(self) -> None:
         if not self.device_interval_h > 0:
@@ -47,37 +47,37 @@ class Failures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How long a run takes to go on after all of it has stopped."""
+    """Recovery times of a run that has stopped entirely."""
 
     detection_s: float
-    """From the failure until somebody acts."""
+    """Time from the failure until the job is stopped."""
     restart_s: float
-    """Until all ranks have started and met."""
+    """Time to start all ranks and complete the rendezvous."""
     replacement_s: float = 1800.0
-    """Until another host is found where no spare is left."""
+    """Time to find a replacement host if no spare is left."""
     repair_s: float = DAY_S
-    """Until a broken host is a spare again."""
+    """Time until a failed host is available as a spare again."""
     spare_hosts: int = 0
-    """Hosts that stand by, idle."""
+    """Number of idle standby hosts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas that go on when one of them is lost."""
+    """Replicas that continue training when one of them is lost."""
 
     devices_per_replica: int
-    """Devices that hold one copy of the model and fail together."""
+    """Number of devices that hold one copy of the model and fail together."""
     heartbeat_s: float
-    """Until the others notice that one is missing."""
+    """Time until the other replicas detect a loss."""
     step_s: float
-    """The step in flight, which is lost."""
+    """Duration of the step in flight, which is lost."""
     heal_s: float
-    """Until a lost replica has started again and has loaded its state from a peer."""
+    """Time for a lost replica to restart and load its state from a peer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run: devices, time, failures, checkpoints and what happens after a failure."""
+    """A run: devices, duration, failures, checkpoint tiers and recovery."""
 
     devices: int
     days: float
@@ -85,9 +85,9 @@ class Scenario:
     tiers: tuple[Tier, ...]
     recovery: Recovery
     replicas: Replicas | None = None
-    """None where any failure restarts the whole job."""
+    """None if any failure restarts the whole job."""
     interval_s: float | None = None
-    """Training between saves to the first tier; the best one by default."""
+    """Training time between saves to the first tier; None selects the optimum."""
 
     def __post_init__(self) -> None:
         if self.devices < 1 or not self.days > 0:
@@ -102,7 +102,7 @@ class Scenario:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that share the work; one where all restart together."""
+        """Number of replicas that share the work; 1 if the whole job restarts together."""
         return 1 if self.replicas is None else self.devices // self.replicas.devices_per_replica
 
     @property
@@ -118,27 +118,28 @@ class Scenario:
 
     @property
     def cadence(self) -> Cadence:
-        """When the run saves to which tier: each as often as pays for the failures that need it."""
+        """The save schedule. Each tier's interval is optimal for the failures that need it."""
         first = self.interval_s or _interval_s(self.tiers[0], self.restart_interval_s)
         multiples = [1]
         for tier in self.tiers[1:]:
             share = self.failures.group_share
             needed_s = self.restart_interval_s / share if share else math.inf
             every_s = _interval_s(tier, needed_s)
-            # Each a multiple of the one before, so that a save is in all faster tiers, too.
+            # Each is a multiple of the previous one, so that a save is also in all faster tiers.
             multiples.append(multiples[-1] * max(1, round(every_s / first / multiples[-1])))
         return Cadence(interval_s=first, tiers=self.tiers, multiples=tuple(multiples))
 
     @property
     def paid_share(self) -> float:
-        """Share of the devices that are held which train: the spares do not."""
+        """Fraction of the held devices that train. Spares do not train."""
         return self.devices / (self.devices + self.recovery.spare_hosts * DEVICES_PER_HOST)
 
     def formula(self) -> float:
         """Returns goodput in closed form.
 
-        Exact for one tier, restarts of all devices, and spares that are never short; planned
-        interruptions and replicas multiply it. What fails with its peers is left to the simulation.
+        Exact for one tier, restarts of all devices, and spares that never run out. Planned
+        interruptions and replicas are multiplicative factors. Group failures are ignored; only the
+        simulation models them.
         """
         tier, recovery, failures = self.tiers[0], self.recovery, self.failures
         downtime_s = recovery.detection_s + recovery.restart_s + tier.load_s
@@ -174,7 +175,7 @@ class Scenario:
 
 
 def enough_spare_hosts(failures: Failures, devices: int, repair_s: float = DAY_S) -> int:
-    """Returns spares that are rarely short: mean and three deviations of hosts in repair."""
+    """Returns the mean number of hosts in repair plus three standard deviations, rounded up."""
     per_failure = 1 + failures.group_share * (failures.group_hosts - 1)
     per_s = devices / (failures.device_interval_h * HOUR_S)
     in_repair = per_s * failures.hardware_share * per_failure * repair_s
@@ -182,8 +183,8 @@ def enough_spare_hosts(failures: Failures, devices: int, repair_s: float = DAY_S
 
 
 def _interval_s(tier: Tier, interruption_s: float) -> float:
-    """Returns the best interval, but no save begins before the last one is written."""
-    # Where hardly anything needs it, a save per hour costs nothing and bounds what may be lost.
+    """Returns the optimal interval, at least the write time and at most an hour."""
+    # If no failure needs the tier, hourly saves are nearly free and bound the possible loss.
     if math.isinf(interruption_s):
         return HOUR_S
     best_s = float(best_interval_s(tier.stall_s, interruption_s))

@@ -1,9 +1,9 @@
-"""A run on n devices as a discrete-event simulation, from failure to failure.
+"""Discrete-event simulation of a run on n devices.
 
-Events are failures, announced interruptions and healed replicas. What happens between them is
-computed at once, so that the cost is that of the events: about 3,000 for 100,000 devices in 60
-days. Devices fail in downtime as well, which begins again then. Every second of the run is in one
-of `PARTS`.
+Events are failures, planned interruptions and healed replicas. The time between two events is
+computed in closed form, so the cost depends only on the number of events: about 3,000 for 100,000
+devices in 60 days. Devices also fail during downtime, which then restarts. Every second of the run
+is attributed to `PARTS`.
 """
 
 import bisect
@@ -19,26 +19,26 @@ from paceline.planner.goodput.formula import DAY_S
 from paceline.planner.goodput.scenario import DEVICES_PER_HOST, Scenario
 
 PARTS = ("useful", "stall", "lost", "detection", "replacement", "restart", "load", "absent")
-"""Training that counts, saving, training done twice, the parts of downtime, and the work of
-replicas that were not there."""
+"""Useful training, stalls for saves, lost training, the phases of downtime, and the missing work of
+absent replicas."""
 _NORMAL_95 = 1.96
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What came of several runs of the same scenario, differing by chance alone."""
+    """Results of several random runs of one scenario."""
 
     goodput: float
-    """Mean share of useful work, of all devices that were held."""
+    """Mean fraction of useful work, relative to all held devices."""
     error: float
-    """Half of its 95% interval: the Monte-Carlo error."""
+    """Half-width of the 95% interval of `goodput`: the Monte Carlo error."""
     shares: dict[str, float]
-    """Mean share of each of `PARTS`, of the devices that train."""
+    """Mean fraction of time in each of `PARTS`, relative to the devices that train."""
     failures_per_day: float
 
 
 def simulate(scenario: Scenario, *, trials: int = 16, seed: int = 0) -> Simulated:
-    """Simulates a scenario so many times, with independent streams of one seed."""
+    """Simulates a scenario `trials` times with independent random streams from one seed."""
     runs = [
         _Run(scenario, np.random.default_rng(stream))
         for stream in np.random.SeedSequence(seed).spawn(trials)
@@ -65,7 +65,7 @@ class _Failure:
 
 
 class _Run:
-    """One run. It trains whenever `_pending`, the rest of a downtime, is empty."""
+    """One run. It trains whenever `_pending`, the remaining downtime, is empty."""
 
     def __init__(self, scenario: Scenario, random: np.random.Generator) -> None:
         self.parts = dict.fromkeys(PARTS, 0.0)
@@ -77,12 +77,12 @@ class _Run:
         self._pending: deque[tuple[str, float]] = deque()
         self._downtime: tuple[tuple[str, float], ...] = ()
         self._is_down = False
-        # Where training went on: a save, and the training before save 0.
+        # Where training resumed: the save number, and the position of save 0.
         self._first = 0
         self._base_s = 0.0
         self._up_s = 0.0
         self._durable = [0] * len(scenario.tiers)
-        # Useful work at positions of training; they differ once replicas are missing.
+        # Useful work by training position. The two differ once replicas are absent.
         self._positions = [0.0]
         self._useful = [0.0]
         self._healed_s: dict[int, float] = {}
@@ -91,7 +91,7 @@ class _Run:
         self._spare_hosts = scenario.recovery.spare_hosts
 
     def play(self) -> None:
-        """Runs to the end."""
+        """Simulates the run to its end."""
         end_s = self._scenario.days * DAY_S
         failures = self._arrivals(self._scenario.interruption_s)
         planned_per_day = self._scenario.failures.planned_per_day
@@ -113,7 +113,7 @@ class _Run:
                 self._stop_as_planned()
 
     def _arrivals(self, mean_s: float) -> Iterator[float]:
-        """Yields the times of a Poisson process."""
+        """Yields the event times of a Poisson process."""
         if math.isinf(mean_s):
             while True:
                 yield math.inf
@@ -142,7 +142,7 @@ class _Run:
         return 1 - len(self._healed_s) / self._scenario.num_replicas
 
     def _advance(self, until_s: float) -> None:
-        """Lets time pass: first what is left of a downtime, then training."""
+        """Advances the clock: first through the remaining downtime, then through training."""
         while self._pending and self._now_s < until_s:
             name, seconds = self._pending.popleft()
             passed_s = min(seconds, until_s - self._now_s)
@@ -150,7 +150,7 @@ class _Run:
             self._now_s += passed_s
             if passed_s < seconds:
                 self._pending.appendleft((name, seconds - passed_s))
-                # Rounding may leave less than the clock can tell apart.
+                # The remaining difference may be below the clock's floating-point resolution.
                 self._now_s = until_s
         if self._now_s < until_s:
             self._is_down = False
@@ -181,7 +181,8 @@ class _Run:
                 self._healed_s[replica] = healed_s
                 heapq.heappush(self._healing, (healed_s, replica))
             if self._capacity > 0:
-                # A restart begins again, but waits for no host: it can do without this replica.
+                # An ongoing restart starts over, but does not wait for a host: it can proceed
+                # without this replica.
                 pause = (("detection", replicas.heartbeat_s), ("lost", replicas.step_s))
                 self._pending = deque(self._downtime if self._is_down else pause)
                 return
@@ -191,7 +192,7 @@ class _Run:
         self._go_down(detection_s, wait_s, self._roll_back(failure))
 
     def _hit(self, failure: _Failure) -> list[int]:
-        """Returns the replicas that a failure takes."""
+        """Returns the replicas that a failure stops."""
         assert self._scenario.replicas is not None
         devices = self._scenario.failures.group_hosts * DEVICES_PER_HOST if failure.is_group else 1
         count = math.ceil(devices / self._scenario.replicas.devices_per_replica)
@@ -200,12 +201,12 @@ class _Run:
 
     def _rejoin(self) -> None:
         healed_s, replica = heapq.heappop(self._healing)
-        # It may have failed again while it healed: then a later entry counts.
+        # If the replica failed again while healing, a later entry supersedes this one.
         if self._healed_s.get(replica) == healed_s:
             del self._healed_s[replica]
 
     def _wait_for_hosts(self, failure: _Failure) -> float:
-        """Takes spares where hosts have broken; returns how long the missing ones take."""
+        """Allocates spares for failed hosts and returns the wait if there are too few."""
         recovery = self._scenario.recovery
         while self._returning_hosts and self._returning_hosts[0] <= self._now_s:
             heapq.heappop(self._returning_hosts)
@@ -220,13 +221,13 @@ class _Run:
         return recovery.replacement_s if taken < wanted else 0.0
 
     def _roll_back(self, failure: _Failure) -> float:
-        """Goes back to the newest save that is left; returns how long it takes to load."""
+        """Rolls back to the newest usable save and returns its load time."""
         tiers = self._scenario.tiers
         self._durable = self._cadence.durable(self._first, self._up_s, self._durable)
         usable = [
             index for index, tier in enumerate(tiers) if not (tier.is_volatile and failure.is_group)
         ]
-        # Of equally new ones the first, which loads fastest.
+        # Among equally new saves, prefer the first tier, which loads fastest.
         best = max(usable, key=lambda index: (self._durable[index], -index))
         save = self._durable[best]
         position_s = self._base_s + save * self._cadence.interval_s
@@ -234,12 +235,12 @@ class _Run:
         self.parts["lost"] += self.parts["useful"] - useful_s
         self.parts["useful"] = useful_s
         self._first, self._up_s = save, 0.0
-        # What was loaded is in the first tier again; none has anything newer.
+        # The loaded save is in the first tier again. No tier keeps a newer one.
         self._durable = [save, *(min(each, save) for each in self._durable[1:])]
         return tiers[best].load_s
 
     def _useful_at(self, position_s: float) -> float:
-        """Returns the useful work of a position, and forgets what came after it."""
+        """Returns the useful work at a position and discards all later positions."""
         index = bisect.bisect_right(self._positions, position_s)
         if index == len(self._positions):
             return self._useful[-1]
@@ -252,7 +253,7 @@ class _Run:
         return useful_s
 
     def _stop_as_planned(self) -> None:
-        """Saves where the run is, and restarts; in downtime there is nothing to stop."""
+        """Saves at the current position and restarts; does nothing during downtime."""
         if self._is_down:
             return
         self._base_s = self._position_s
@@ -263,7 +264,7 @@ class _Run:
         self._pending.appendleft(("stall", last.stall_s + last.write_s))
 
     def _go_down(self, detection_s: float, wait_s: float, load_s: float) -> None:
-        """Stops everything, for as long as detection, a new host, restart and load take."""
+        """Stops the run for detection, replacement, restart and load."""
         self._is_down = True
         self._downtime = (
             ("detection", detection_s),

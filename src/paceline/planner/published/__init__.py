@@ -1,1 +1,1 @@
-"""Published measurements of real training runs: a data set with its sources."""
+"""Data set of published training-run measurements, with sources."""

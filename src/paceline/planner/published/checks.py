@@ -1,9 +1,10 @@
-"""What can be re-added in a published row: axes against devices, batches, rates against FLOPs.
+"""Consistency checks of published rows: axes against devices, batches, rates against FLOPs.
 
-Each check says what does not add up; the marks of a row are those of all checks. FLOPs of a token
-are counted as sources count them: 6 per weight, of the blocks and the output layer, and 12 h s for
-attention, or half of it where only the causal half is counted. Sources round, count recomputation
-or leave the output layer out, so that a rate contradicts itself only beyond `RATE_TOLERANCE`.
+Each check returns a description of the contradiction it finds. The marks of a row are the results
+of all checks. FLOPs per token are counted as sources count them: 6 per weight of the blocks and the
+output layer, plus 12 h s per layer for attention, or half of that if only the causal half counts.
+Sources round, count recomputation or omit the output layer, so a rate is marked only if it is off
+by more than `RATE_TOLERANCE`.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,12 @@ RATE_TOLERANCE = 0.15
 
 
 def contradictions(run: PublishedRun) -> tuple[str, ...]:
-    """Returns what does not add up in a row."""
+    """Returns the contradictions in a row."""
     return tuple(mark for mark in (check(run) for check in _CHECKS) if mark)
 
 
 def model_flops_per_token(run: PublishedRun) -> tuple[float, float] | None:
-    """Returns the FLOPs of a token with causal and with full attention; None where unknown."""
+    """Returns the FLOPs per token with causal and with full attention; None if unknown."""
     model = model_of(run)
     if model is None or run.context_length is None:
         return None

@@ -1,12 +1,12 @@
-"""Reads the published runs that come with Paceline, and rows of one's own, strictly.
+"""Strict reader for the bundled published runs and for user-provided rows.
 
-The data set is three files. `sources.json` says where each row was published, and what all rows of
-a source have in common; `models.json` holds each model's dimensions once; `runs.csv` the rest, one
-line per measurement. A user's rows are JSON Lines with the same fields; their model is a name of
-`models.json`, a preset, or spelled out as `shape`. An unknown field, a value of the wrong type or
-an impossible number is an error that names the file and the line.
+The data set has three files. `sources.json` holds each source and the fields that its rows share.
+`models.json` holds the dimensions of each model. `runs.csv` holds the remaining fields, one line
+per measurement. User rows are JSON Lines with the same fields. Their model is a name in
+`models.json`, a preset, or given as `shape`. An unknown field, a value of the wrong type or an
+impossible number raises an error that names the file and the line.
 
-The figures are facts, and stand here with their sources; the texts around them are not copied.
+The data set contains figures, which are facts, with their sources. It copies no text from them.
 """
 
 import csv
@@ -26,12 +26,12 @@ _DATA = pathlib.Path(__file__).parent / "data"
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where rows were published."""
+    """A publication that rows come from."""
 
     where: str
     """Repository, commit and file, or the paper."""
     common: dict[str, Any] = {}
-    """Fields that are the same in all of its rows."""
+    """Fields with the same value in all rows of the source."""
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def sources() -> dict[str, Source]:
 
 @functools.cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """Returns every published run, in the order of the sources."""
+    """Returns every published run, in file order."""
     path = _DATA / "runs.csv"
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(
@@ -58,7 +58,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 
 def read_rows(path: pathlib.Path | str) -> list[PublishedRun]:
-    """Reads one's own rows: JSON Lines with the fields of `PublishedRun`."""
+    """Reads user-provided rows: JSON Lines with the fields of `PublishedRun`."""
     path = pathlib.Path(path)
     if not path.exists():
         raise UsageError(f"{path}: no such file; give JSON Lines, one measured run per line")
@@ -66,7 +66,7 @@ def read_rows(path: pathlib.Path | str) -> list[PublishedRun]:
 
 
 def model_of(run: PublishedRun) -> PublishedModel | ModelShape | None:
-    """Returns the dimensions of a run's model; None where nobody published them."""
+    """Returns the dimensions of a run's model; None if they are unknown."""
     if run.shape is not None:
         return run.shape
     if run.model in published_models():
@@ -94,7 +94,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[PublishedRun]:
 
 
 def _fields(row: dict[str, str]) -> dict[str, Any]:
-    """Returns the fields of a line of the table, with those that its source shares."""
+    """Returns the fields of a CSV row, merged with the common fields of its source."""
     fields: dict[str, Any] = {name: cell for name, cell in row.items() if cell != ""}
     if "also" in fields:
         fields["also"] = dict(pair.split("=") for pair in fields["also"].split(";"))

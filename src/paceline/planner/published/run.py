@@ -1,7 +1,7 @@
-"""One measured training run as somebody published it: what ran, where, how laid out, how fast.
+"""Schema of one published training run: model, device, layout and measured speed.
 
-Fields that a source does not state are None; nothing is filled in here. Where a source contradicts
-itself the row stays as it was printed, and `marks` says what does not add up
+Fields that a source does not state are None; no values are inferred here. If a source contradicts
+itself, the row keeps the published values and `marks` lists the contradictions
 (`paceline.planner.published.checks`).
 """
 
@@ -23,17 +23,17 @@ Unit = Literal[
     "MFU %",
     "OOM",
 ]
-"""OOM: the run went out of memory, and has no measured value."""
+"""OOM: the run ran out of memory and has no measured value."""
 Evidence = Literal["text", "image", "secondary", "already in the project"]
-"""text: a line of the source; image: read from a picture; secondary: somebody else's transcript."""
+"""text: stated in the source; image: read off a figure; secondary: transcribed by a third party."""
 
 _FEED_FORWARD = {"squared_relu": "gelu"}
-"""Activation functions that have the matrices, and cost the memory traffic, of another."""
+"""Activation functions with the same matrices and memory traffic as another."""
 _POSITIONS = {"alibi": "none"}
 
 
 class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The dimensions of a published model, and where they come from."""
+    """Dimensions of a published model, with their source."""
 
     d_model: int
     num_layers: int
@@ -49,10 +49,10 @@ class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_kv_heads: int | None = None
     head_dim: int | None = None
     experts: Experts | None = None
-    """What replaces the feed-forward layers of a mixture of experts."""
+    """The experts that replace feed-forward layers; None for a dense model."""
 
     def shape(self, context_length: int) -> ModelShape:
-        """Returns the shape that the accounting takes; of experts it has what is active."""
+        """Returns the model's shape. With experts, `d_ff` is the active width."""
         return ModelShape(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -77,7 +77,7 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     id: str
     source: str
-    """Key of the source, see `sources`; for rows of one's own, any text."""
+    """Key of the source, see `sources`; for user rows, any text."""
     framework: str
     model: str
     device: str
@@ -85,7 +85,7 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unit: Unit
     measured: float | None = None
     place: str = ""
-    """Line, table or figure inside of the source."""
+    """Line, table or figure in the source."""
     devices: int | None = None
     context_length: int | None = None
     global_batch: int | None = None
@@ -96,7 +96,7 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     context: int = 1
     expert: int = 1
     data: int | None = None
-    """Data-parallel ranks, replicas times shards."""
+    """Number of data-parallel ranks: replicas times shards."""
     zero: Literal[0, 1, 2, 3] | None = None
     shard: int | None = None
     replicate: int | None = None
@@ -107,11 +107,11 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evidence: Evidence = "text"
     note: str | None = None
     also: dict[str, float] = {}
-    """Other figures of the same line, such as model_tflops, mfu_pct, memory_gb."""
+    """Additional figures of the same run, such as model_tflops, mfu_pct, memory_gb."""
     marks: tuple[str, ...] = ()
-    """What does not add up in this row."""
+    """Contradictions in this row."""
     shape: PublishedModel | None = None
-    """The model's dimensions, for rows whose model is in no table."""
+    """The model's dimensions, if the model is neither in `models.json` nor a preset."""
 
     def __post_init__(self) -> None:
         axes = ("devices", "context_length", "global_batch", "micro_batch", "data", "shard")
@@ -126,21 +126,21 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def axes_product(self) -> int | None:
-        """Devices by the axes of the layout; None where data parallelism is not stated."""
+        """Product of the layout's axes; None if data parallelism is not stated."""
         if self.data is None:
             return None
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Tokens of the global batch; None where it is not stated."""
+        """Tokens in the global batch; None if it is not stated."""
         if self.global_batch is None or self.context_length is None:
             return None
         return self.global_batch * self.context_length
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of one step, where the row has them or tokens per second and device."""
+        """Seconds per step, stated or derived from tokens per second and device; else None."""
         if self.unit == "s/iteration":
             return self.measured
         if self.unit != "tokens/s/device" or self.measured is None:

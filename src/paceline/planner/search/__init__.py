@@ -1,1 +1,1 @@
-"""The layout to run: every candidate that divides and fits, the fastest, and why not another."""
+"""Layout search: enumerates candidates, ranks those that fit, and explains the choice."""

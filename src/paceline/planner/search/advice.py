@@ -1,8 +1,8 @@
-"""What would help: the search again with one thing changed, and the front of time and cost."""
+"""Advice from repeated searches: effects of single changes, and the time-cost Pareto front."""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.costs import Costs
@@ -14,7 +14,7 @@ _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variation:
-    """The question, or what the cluster reaches, with one thing changed."""
+    """A question and costs with one change."""
 
     what: str
     question: SearchQuestion
@@ -23,38 +23,38 @@ class Variation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing that is different, and what it brings."""
+    """One change and its effect."""
 
     what: str
     choice: Choice
     speedup: float
-    """Tokens per second over those of the best layout as it is."""
+    """Tokens per second relative to the best layout without the change."""
     device_hours: float
-    """Device-hours for the same tokens, over those as it is."""
+    """Device-hours for the same tokens, relative to those without the change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontPoint:
-    """The best layout of a number of devices."""
+    """The best layout for one number of devices."""
 
     devices: int
     choice: Choice
     seconds_per_token: float
     device_seconds_per_token: float
     on_front: bool
-    """Whether no other number of devices is both faster and cheaper."""
+    """Whether no other number of devices is at least as fast and as cheap, and better in one."""
 
 
 def variations(
     best: Choice, question: SearchQuestion, costs: Costs, lower_precision: Costs | None = None
 ) -> Iterator[Variation]:
-    """Yields what could be changed.
+    """Yields possible changes to the question or the costs.
 
     Args:
-        best: The layout as it is.
-        question: What was searched.
-        costs: What devices and links reach.
-        lower_precision: The same with matmuls in the next lower precision, if devices have one.
+        best: The best layout without changes.
+        question: The original question.
+        costs: Achieved rates of devices and links.
+        lower_precision: Costs with matmuls in the next lower precision, if devices support one.
     """
 
     def asked(what: str, **changes: object) -> Variation:
@@ -83,12 +83,19 @@ def variations(
 
 
 def what_helps(
-    best: Choice, question: SearchQuestion, offered: Iterator[Variation]
+    best: Choice,
+    question: SearchQuestion,
+    offered: Iterable[Variation],
+    done: Callable[[], None] = lambda: None,
 ) -> list[Change]:
-    """Searches again with each change; those under which no layout fits are left out."""
+    """Searches again with each change and returns the changes, fastest first.
+
+    Changes without a layout that fits are omitted. `done` is called after each search.
+    """
     changes = []
     for variation in offered:
         found = find_best(variation.question, variation.costs)
+        done()
         if found is None:
             continue
         speedup = found.tokens_per_s / best.tokens_per_s
@@ -107,7 +114,7 @@ def what_helps(
 def front(
     question: SearchQuestion, costs: Costs, peak_flops: float | None = None
 ) -> list[FrontPoint]:
-    """Returns the best layout from an eighth of the devices to eight times as many."""
+    """Returns the best layouts for 1/8 to 8 times the number of devices."""
     counts = [
         math.floor(question.num_devices * factor)
         for factor in _FACTORS
@@ -119,7 +126,7 @@ def front(
 def pareto(
     question: SearchQuestion, costs: Costs, counts: Sequence[int], peak_flops: float | None = None
 ) -> list[FrontPoint]:
-    """Returns the best layout of each number of devices that has one, and whether it pays."""
+    """Returns the best layout for each device count that has one, marking the Pareto front."""
     found: list[tuple[int, Choice]] = []
     for count in counts:
         best = find_best(dataclasses.replace(question, num_devices=count), costs, peak_flops)

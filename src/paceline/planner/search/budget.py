@@ -1,8 +1,8 @@
-"""What a budget of FLOPs and a deadline take: the fewest devices, and the cheapest number of them.
+"""Fewest and cheapest device counts that meet a FLOPs budget and a deadline.
 
-No device beats its peak, so that fewer than FLOPs / (peak x deadline) devices cannot do it.
-From there on numbers of hosts that divide well, odd numbers up to 7 times powers of two, are tried
-up to 16 times as many; for each the best layout is searched, and failures are counted in.
+No device exceeds its peak, so the lower bound is FLOPs / (peak x deadline) devices. From there up
+to 16 times as many, the search tries host counts with many divisors: 1, 3, 5 or 7 times a power of
+two. Each one gets its best layout and a run estimate that includes failures.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from paceline.planner.search.search import find_best
 
 _ODD = (1, 3, 5, 7)
 _MOST = 16
-"""Times as many devices as the peak would need: an MFU of 6%."""
+"""Largest multiple of the lower bound to try. It corresponds to an MFU of 6%."""
 _MOST_DEVICES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetPoint:
-    """A number of devices, its best layout, and what the run takes."""
+    """A number of devices with its best layout and run estimate."""
 
     devices: int
     choice: Choice
@@ -36,7 +36,7 @@ class BudgetPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Every number of devices that was tried, the fewest first."""
+    """Every number of devices with a layout, fewest first."""
 
     points: tuple[BudgetPoint, ...]
     tokens: float
@@ -44,12 +44,12 @@ class Budget:
 
     @property
     def smallest(self) -> BudgetPoint:
-        """The fewest devices that make the deadline."""
+        """The point with the fewest devices that meets the deadline."""
         return min(self._in_time, key=lambda point: (point.devices, point.run.days))
 
     @property
     def cheapest(self) -> BudgetPoint:
-        """The number of devices that makes the deadline with the fewest device-hours."""
+        """The point with the fewest device-hours that meets the deadline."""
         return min(self._in_time, key=lambda point: (point.run.device_hours, point.devices))
 
     @property
@@ -58,7 +58,7 @@ class Budget:
 
 
 def device_counts(least: float, devices_per_host: int) -> list[int]:
-    """Returns numbers of devices that divide well, from the least to 16 times as many."""
+    """Returns device counts with many divisors, from `least` to 16 times as many."""
     counts = set()
     for odd in _ODD:
         count = odd * devices_per_host
@@ -79,15 +79,15 @@ def plan_budget(
     price: float | None = None,
     device_interval_h: float = LLAMA3_DEVICE_INTERVAL_H,
 ) -> Budget:
-    """Searches every number of devices that could make the deadline.
+    """Searches the device counts that could meet the deadline.
 
     Args:
-        question: The model and the batch; its number of devices does not count.
-        costs: What devices and links reach.
+        question: The model and the batch. Its number of devices is ignored.
+        costs: Achieved rates of devices and links.
         flops: Model FLOPs of the run.
-        deadline_days: Time for all of it.
-        peak_flops: Stated FLOP/s of a device.
-        price: Of one device-hour, in any currency.
+        deadline_days: Time limit for the whole run, in days.
+        peak_flops: Stated peak FLOP/s of a device.
+        price: Price of one device-hour, in any currency.
         device_interval_h: Mean hours between two failures of one device.
     """
     tokens = flops / flops_per_token(question.shape, question.context_length).model

@@ -1,4 +1,4 @@
-"""Every layout that divides the model, the batch and the devices, in chunks of arrays.
+"""Enumerates every layout that divides the model, the batch and the devices, as chunked arrays.
 
 A mesh of t tensor, c context, p pipeline and d data-parallel ranks is a candidate if
 
@@ -7,17 +7,21 @@ A mesh of t tensor, c context, p pipeline and d data-parallel ranks is a candida
     p   divides the layers, or the layers with embedding and output layer counted as one each
     d   divides the sequences of a step
 
-and t c p d devices are at most those that are held, whole hosts, and no fewer than a given share.
-Within a mesh vary: replicas and shards whose product is d, with each ZeRO stage, which context
-ranks share in where the framework shards over them too; micro-batches that
-divide a rank's sequences; interleaved parts of a stage, where micro-batches come in whole rounds of
-p; sequence parallelism, where t divides what a context rank has of a sequence; recomputation. Asked
-for what runs, those that `paceline.core.runnable` refuses are left out.
+and the t c p d devices fill whole hosts, number at most the held devices, and are no fewer than a
+given share of them. The layouts of a mesh vary in:
 
-A mixture of experts also has x expert ranks, which divide the number of experts and the t c s ranks
-of one stage that are not replicas of each other (t c d where nothing is sharded); t then divides
-shared and dense layers instead of experts, and always comes with sequence parallelism, as Megatron
-has it.
+    sharding      replicas and shards with the product d, and the ZeRO stage; context ranks are
+                  shards as well if the framework shards over them
+    batch         micro-batches that divide a rank's sequences, and interleaved parts of a stage,
+                  which require the number of micro-batches to be a multiple of p
+    sequence parallelism   if t divides a context rank's part of a sequence
+    recomputation
+
+If only runnable layouts are requested, those that `paceline.core.runnable` refuses are excluded.
+
+A mixture of experts also has x expert ranks. x divides the number of experts and the t c s ranks of
+one pipeline stage that are not replicas of each other (t c d without sharding). t then divides the
+shared and dense layers instead of the experts, and requires sequence parallelism, as in Megatron.
 """
 
 import dataclasses
@@ -36,7 +40,7 @@ from paceline.planner.search.question import SearchQuestion
 
 Array = npt.NDArray[Any]
 CHUNK = 65_536
-"""Candidates that are evaluated at a time: few enough for arrays to stay in the cache."""
+"""Number of candidates evaluated at once, small enough for arrays to stay in the cache."""
 _SHARDING_FIELDS = ("replicate", "shard", "stage")
 _PASS_FIELDS = ("micro_batch", "num_micro_batches", "pipeline_interleave")
 _OTHER_FIELDS = (
@@ -55,18 +59,18 @@ class Candidates:
     micro_batch: Integers
     """Sequences in one forward pass."""
     num_micro_batches: Integers
-    """Passes per step."""
+    """Forward passes per step."""
 
     def __len__(self) -> int:
         return len(self.micro_batch)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the arrays; only mixtures have expert ranks."""
+        """Names of the arrays. Only mixtures of experts have expert ranks."""
         return _MIXTURE_FIELDS if np.ndim(self.layouts.expert) else _FIELDS
 
     def take(self, chosen: Array) -> "Candidates":
-        """Returns those at these places, or where a mask is true."""
+        """Returns the candidates at these indices, or where a mask is true."""
         names = (name for name in self.fields if "micro" not in name)
         fields = {name: getattr(self.layouts, name)[chosen] for name in names}
         return Candidates(
@@ -77,14 +81,14 @@ class Candidates:
 
     @property
     def num_devices(self) -> Integers:
-        """Devices that each uses."""
+        """Number of devices that each candidate uses."""
         layouts = self.layouts
         model = layouts.tensor * layouts.context * layouts.pipeline
         return np.asarray(model * layouts.replicate * layouts.shard)
 
     @property
     def columns(self) -> Array:
-        """One column per candidate, from which `candidates_of` makes them again."""
+        """Array with one column per candidate, the inverse of `candidates_of`."""
         batch = {"micro_batch": self.micro_batch, "num_micro_batches": self.num_micro_batches}
         return np.stack(
             [batch[name] if name in batch else getattr(self.layouts, name) for name in self.fields]
@@ -92,7 +96,7 @@ class Candidates:
 
 
 def candidates_of(columns: Array, question: SearchQuestion) -> Candidates:
-    """Makes candidates of columns of numbers."""
+    """Returns candidates from an array with one column per candidate."""
     names = _FIELDS if question.experts is None else _MIXTURE_FIELDS
     fields = dict(zip(names, columns, strict=True))
     micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
@@ -102,7 +106,7 @@ def candidates_of(columns: Array, question: SearchQuestion) -> Candidates:
 
 
 def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[Candidates]:
-    """Yields every candidate once, in chunks of about so many, or of one mesh if that has more."""
+    """Yields every candidate once, in chunks of at most `chunk`, or of one mesh if it is larger."""
     variants = _Variants(question)
     waiting: list[tuple[Mesh, tuple[Array, ...]]] = []
     size = 0
@@ -121,7 +125,7 @@ def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[C
 def _filled(
     question: SearchQuestion, blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int
 ) -> Candidates:
-    """Makes the candidates of several meshes: every combination of what varies on each."""
+    """Returns the candidates of several meshes: all combinations of each mesh's variants."""
     num_fields = len(_FIELDS if question.experts is None else _MIXTURE_FIELDS)
     columns = np.empty((num_fields, size), dtype=np.int64)
     begin = 0
@@ -140,7 +144,7 @@ def _filled(
 
 
 class _Variants:
-    """What varies on a mesh; meshes with the same axis sizes share it."""
+    """Variants of each mesh, cached for meshes with the same relevant axis sizes."""
 
     def __init__(self, question: SearchQuestion) -> None:
         self._question = question
@@ -148,7 +152,7 @@ class _Variants:
         self._passes: dict[tuple[int, int], Array] = {}
 
     def of(self, mesh: Mesh) -> tuple[Array, ...]:
-        """Returns ways to shard, to cut the batch, to split norms and to recompute."""
+        """Returns the options for sharding, batch, sequence parallelism and recomputation."""
         question = self._question
         ranks: tuple[int, ...] = (mesh.data, mesh.context > 1, mesh.tensor * mesh.pipeline > 1)
         if question.experts is not None:
@@ -167,7 +171,7 @@ class _Variants:
 def _allowed(
     question: SearchQuestion, mesh: Mesh, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
 ) -> Array:
-    """Returns the rows that run, one per column, and differ in nothing from what is given."""
+    """Returns the rows that match the fixed fields and run if required, as columns."""
     given: list[Callable[[tuple[int, ...]], bool]] = [
         lambda row, place=place, value=question.fixed[field]: row[place] == value  # type: ignore[misc]
         for place, field in enumerate(fields)
@@ -180,7 +184,7 @@ def _allowed(
 
 
 def _sharded(question: SearchQuestion, mesh: Mesh) -> Array:
-    """Returns the ways to shard, each with every number of expert ranks where there are experts."""
+    """Returns the sharding options, combined with every expert size if there are experts."""
     rows = _shardings(question, mesh)
     if question.experts is None:
         return _allowed(question, mesh, rows, _SHARDING_FIELDS)
@@ -191,7 +195,7 @@ def _sharded(question: SearchQuestion, mesh: Mesh) -> Array:
 
 
 def _runs(question: SearchQuestion, mesh: Mesh, varied: Mapping[str, int]) -> bool:
-    """Whether our own trainer runs a mesh with some fields, whatever the others are."""
+    """Whether Paceline's trainer runs a mesh with these fields and defaults for the others."""
     layout = ParallelLayout(
         tensor=mesh.tensor,
         context=mesh.context,
@@ -212,7 +216,7 @@ def _runs(question: SearchQuestion, mesh: Mesh, varied: Mapping[str, int]) -> bo
 
 
 def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
-    """Returns replicas, shards and ZeRO stage; where nothing is shared the stage is 0."""
+    """Returns replicas, shards and ZeRO stage. The stage is 0 if nothing is sharded."""
     stages = tuple(stage for stage in SHARDING_STAGES.values() if stage > 0)
     over_context = question.conventions.shards_context and mesh.context > 1
     sharded = [
@@ -225,7 +229,7 @@ def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int
 
 
 def _passes(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
-    """Returns micro-batch, passes and interleaved parts of a stage."""
+    """Returns micro-batch size, number of passes and interleaved parts per stage."""
     per_rank = question.global_batch // mesh.data
     layers, stages = question.shape.num_layers, mesh.pipeline
     parts = [1]
@@ -241,7 +245,7 @@ def _passes(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
 
 
 def _streams(question: SearchQuestion, mesh: Mesh) -> list[tuple[int]]:
-    """Returns whether norms and residuals are split, where they can be."""
+    """Returns the possible settings of sequence parallelism."""
     divides = question.context_length // mesh.context % mesh.tensor == 0
     if question.experts is not None and mesh.tensor > 1:
         return [(1,)] if divides else []

@@ -1,4 +1,4 @@
-"""One layout that was found: what a step of it takes, holds, and is bound by."""
+"""A layout with its predicted step time, memory and bottleneck."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ BOUNDS = {
     "fixed_s": "fixed costs of a step",
     "measured_s": "what runs of such sizes took beyond the formulas",
 }
-"""What each term of a step's time is called."""
+"""Display name of each step-time term."""
 _COMMUNICATION = ("tensor_s", "context_s", "expert_s", "stages_s", "data_s")
 
 
@@ -41,51 +41,51 @@ class Choice:
 
     layout: ParallelLayout
     batch: BatchShape
-    """Of one data-parallel rank: micro-batch and accumulation."""
+    """Micro-batch and gradient accumulation of one data-parallel rank."""
     devices: int
-    """Devices that the layout uses, of those that are held."""
+    """Number of held devices that the layout uses."""
     step_time_s: Estimate
     terms_s: Mapping[str, float]
-    """Seconds of a step by term, which add up to the step."""
+    """Seconds of a step by term. Their sum is the step time."""
     memory_bytes: Mapping[str, float]
-    """What one device holds at the peak: states, activations, working."""
+    """Peak memory of one device by part: states, activations, working, framework."""
     capacity_bytes: float
     tokens_per_s: float
-    """Of all devices together."""
+    """Throughput of all devices together."""
     outside: tuple[str, ...]
-    """In what the layout lies outside of the runs that were measured."""
+    """Features of the layout that are outside the range of the measured runs."""
     mfu: float | None
-    """Model FLOPs, all attention scores counted, over the stated peak of the devices used."""
+    """Model FLOPs, with full attention scores, over the stated peak of the devices used."""
 
     @property
     def peak_bytes(self) -> float:
-        """What one device holds at the peak."""
+        """Peak memory of one device."""
         return sum(self.memory_bytes.values())
 
     @property
     def headroom(self) -> float:
-        """Share of the memory that stays free."""
+        """Fraction of memory that stays free at the peak."""
         return 1 - self.peak_bytes / self.capacity_bytes
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which stages wait for each other."""
+        """Fraction of the step in which pipeline stages wait for each other."""
         idle = self.terms_s.get("bubble_s", 0.0) + self.terms_s.get("imbalance_s", 0.0)
         return idle / self.step_time_s.value
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step in which nothing is computed because something is sent."""
+        """Fraction of the step that is exposed communication."""
         return sum(self.terms_s.get(name, 0.0) for name in _COMMUNICATION) / self.step_time_s.value
 
     @property
     def bound(self) -> str:
-        """The largest part of the step, by what it is bound by."""
+        """Name of the bottleneck that accounts for the largest part of the step."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of the step by what bounds them, the largest first."""
+        """Seconds of the step by bottleneck, largest first."""
         parts: dict[str, float] = {}
         for term, seconds in self.terms_s.items():
             name = BOUNDS.get(term, term.removesuffix("_s"))
@@ -94,12 +94,12 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The axes that are larger than one, in short."""
+        """Short name of the layout."""
         return layout_name(self.layout, self.batch)
 
 
 def layout_name(layout: ParallelLayout, batch: BatchShape) -> str:
-    """Returns a layout in short, such as ``dp 8 (shard 8, ZeRO-1) tp 8+sp pp 4x2 mb 1``."""
+    """Returns a layout's short name, such as ``dp 8 (ZeRO-1) tp 8+sp pp 4x2 mb 1``."""
     stage = SHARDING_STAGES[layout.sharding]
     data = f"dp {layout.data_parallel}"
     if stage:
@@ -124,13 +124,13 @@ def layout_name(layout: ParallelLayout, batch: BatchShape) -> str:
 def choices(
     candidates: Candidates, question: SearchQuestion, costs: Costs, peak_flops: float | None = None
 ) -> list[Choice]:
-    """Evaluates candidates one by one, with all terms.
+    """Returns a choice with all terms for each candidate.
 
     Args:
         candidates: The layouts.
-        question: What they are for.
-        costs: What devices and links reach.
-        peak_flops: Stated FLOP/s of a device, for MFU.
+        question: The search question.
+        costs: Achieved rates of devices and links.
+        peak_flops: Stated peak FLOP/s of a device, for MFU.
     """
     if not len(candidates):
         return []
@@ -186,7 +186,7 @@ def choices(
 
 
 def layout_at(candidates: Candidates, place: int) -> ParallelLayout:
-    """Returns one of many layouts."""
+    """Returns the layout of the candidate at an index."""
     layouts = candidates.layouts
     return ParallelLayout(
         replicate=int(layouts.replicate[place]),

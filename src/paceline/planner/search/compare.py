@@ -1,4 +1,4 @@
-"""Which layouts cannot be told apart, and why one is slower than another."""
+"""Finds layouts with indistinguishable predictions, and explains why one layout is slower."""
 
 import dataclasses
 import math
@@ -12,29 +12,29 @@ from paceline.planner.search.search import NoLayoutError, search
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The best layout beside the best of those with given fields."""
+    """The best layout compared with the best layout that has given fields."""
 
     asked: str
-    """The fields, as they were given."""
+    """The given fields, as text."""
     best: Choice
     other: Choice
-    """The fastest that fits; if none does, the fastest if memory were no limit."""
+    """The fastest layout with these fields that fits, or the fastest of all if none fits."""
     least_bytes: float | None = None
-    """What the smallest of the others holds, if none of them fits a device."""
+    """Peak memory of the smallest layout with these fields, if none fits a device; else None."""
 
     @property
     def fits(self) -> bool:
-        """Whether any of the others fits a device."""
+        """Whether any layout with these fields fits a device."""
         return self.least_bytes is None
 
     @property
     def slowdown(self) -> float:
-        """How much longer a step of the other takes, as a share of the best."""
+        """Relative increase of the step time over the best layout."""
         return self.other.step_time_s.value / self.best.step_time_s.value - 1
 
     @property
     def reason(self) -> str:
-        """The one thing that speaks most against the other layout."""
+        """The main reason not to choose the other layout."""
         if self.least_bytes is not None:
             missing = self.least_bytes / self.other.capacity_bytes - 1
             return f"even the smallest needs {missing:.0%} more memory than a device has"
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def not_told_apart(found: Sequence[Choice]) -> int:
-    """Returns how many of the fastest have an interval that overlaps that of the best."""
+    """Returns the number of leading choices whose intervals overlap that of the best."""
     best = found[0].step_time_s
     most = best.value if best.high is None else best.high
     lows = [
@@ -61,20 +61,22 @@ def not_told_apart(found: Sequence[Choice]) -> int:
 def compare(
     asked: str, best: Choice, question: SearchQuestion, costs: Costs, peak_flops: float | None
 ) -> Comparison:
-    """Searches among layouts with these fields only; beyond the memory if none fits it.
+    """Compares the best layout with the best one that has the given fields.
+
+    If none with these fields fits, the memory limit is ignored.
 
     Args:
         asked: Fields such as ``tp=8,pp=2``.
-        best: The layout that was chosen.
-        question: What it was chosen for.
-        costs: What devices and links reach.
-        peak_flops: Stated FLOP/s of a device.
+        best: The chosen layout.
+        question: The search question.
+        costs: Achieved rates of devices and links.
+        peak_flops: Stated peak FLOP/s of a device.
     """
     fixed = dataclasses.replace(question, fixed=parse_fixed(asked))
     try:
         other = search(fixed, costs, top=1, peak_flops=peak_flops).best
     except NoLayoutError as error:
-        # Raises again where nothing divides.
+        # This search raises again if no layout divides the work.
         unlimited = dataclasses.replace(fixed, memory_bytes=math.inf)
         fastest = search(unlimited, costs, top=1, peak_flops=peak_flops).best
         other = dataclasses.replace(fastest, capacity_bytes=question.memory_bytes)

@@ -1,4 +1,4 @@
-"""What the search takes from a calibration, and what stands in where a device has none."""
+"""Costs used by the search: from a calibration, or assumed for a device without one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.topology import Tier, Tiers
 
 Outside = Callable[[Layouts, Workload], tuple[str, ...]]
-"""In what layouts lie outside of the runs that a calibration came from, in words."""
+"""Returns messages about features of layouts outside the range of the calibration's runs."""
 Interval = Callable[[Layouts, Workload], tuple[Any, Any]]
-"""Factors on the predicted time between which the measured one should lie, for many layouts."""
+"""Returns the lower and upper factors of the interval around predicted times."""
 
 _OF_PEAK = 0.6
 _OF_BANDWIDTH = 0.7
@@ -24,35 +24,35 @@ _HOST_HOP_S, _NETWORK_HOP_S = 5e-6, 1e-5
 _LOW, _HIGH = 0.7, 1.5
 _OF_PEAK_WITH_EXPERTS = 0.3
 _LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS = 0.6, 2.6
-"""Between which 38 of 42 published runs on H100 and B200 lie."""
+"""Interval factors that cover 38 of 42 published runs on H100 and B200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What devices and links reach under a framework, and how sure that is."""
+    """Achieved rates of devices and links under a framework, with their uncertainty."""
 
     name: str
     cluster: Cluster
     hidden: float
-    """Share of a pass that hides communication."""
+    """Fraction of a pass that can hide communication."""
     interval: Interval
     outside: Outside
     note: str
-    """Where the figures come from, in a line."""
+    """One-line description of the source of the figures."""
 
     def with_network(self, bytes_per_s: float) -> "Costs":
-        """Returns the same with another bandwidth between hosts, per device and direction."""
+        """Returns a copy with this bandwidth between hosts, per device and direction."""
         *inner, outer = self.cluster.tiers.tiers
         tiers = Tiers((*inner, dataclasses.replace(outer, bytes_per_s=bytes_per_s)))
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, tiers=tiers))
 
     @property
     def network_bytes_per_s(self) -> float:
-        """Of one device and direction between hosts."""
+        """Bandwidth between hosts, per device and direction."""
         return self.cluster.tiers.tiers[-1].bytes_per_s
 
     def with_hosts(self, devices_per_host: int) -> "Costs":
-        """Returns the same with hosts of so many devices."""
+        """Returns a copy with `devices_per_host` devices per host."""
         inner, *outer = self.cluster.tiers.tiers
         tiers = Tiers((dataclasses.replace(inner, num_devices=devices_per_host), *outer))
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, tiers=tiers))
@@ -75,7 +75,7 @@ def assumed_costs(
 ) -> Costs:
     """Returns costs from the device table: 60% of the peak, 70% of the bandwidth, 400 Gbit/s.
 
-    Matmuls of experts are small, and reach half of that.
+    Mixtures of experts use 30% of the peak, because expert matmuls are small.
     """
     share = _OF_PEAK_WITH_EXPERTS if of_experts else _OF_PEAK
     low, high = (_LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS) if of_experts else (_LOW, _HIGH)

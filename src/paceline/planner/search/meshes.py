@@ -1,4 +1,4 @@
-"""The meshes of tensor, context, pipeline and data-parallel ranks that divide what they must."""
+"""Enumerates meshes of tensor, context, pipeline and data-parallel ranks that divide the work."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from paceline.planner.search.question import SearchQuestion
 
 
 class Mesh(NamedTuple):
-    """Sizes of the axes that decide which groups of ranks there are."""
+    """Sizes of the mesh axes."""
 
     tensor: int
     context: int
@@ -18,7 +18,7 @@ class Mesh(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Devices of all axes together."""
+        """Product of all axes."""
         return self.tensor * self.context * self.pipeline * self.data
 
 
@@ -37,7 +37,7 @@ def meshes(question: SearchQuestion) -> Iterator[Mesh]:
 
 
 def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
-    """Returns the tensor ranks that divide every matrix of the model."""
+    """Returns the tensor-parallel sizes that divide every matrix of the model."""
     shape, experts = question.shape, question.experts
     heads = math.gcd(shape.num_heads, shape.key_value_heads)
     if experts is None:
@@ -46,7 +46,7 @@ def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
 
 
 def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
-    """Returns the context ranks over which a sequence is divided evenly."""
+    """Returns the context-parallel sizes that divide a sequence evenly."""
     if not question.shape.num_heads:
         return ()
     length = question.context_length
@@ -54,31 +54,31 @@ def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
 
 
 def pipeline_sizes(question: SearchQuestion) -> tuple[int, ...]:
-    """Returns the stages over which the layers are divided evenly."""
+    """Returns the numbers of pipeline stages that divide the layers evenly."""
     layers = question.shape.num_layers
     return tuple(stages for stages in range(1, layers + 1) if divides_layers(layers, stages))
 
 
 def divides_layers(num_layers: int, stages: int) -> bool:
-    """Whether stages divide the layers, with or without embedding and output layer as layers."""
+    """Whether stages divide the layers, with or without counting embedding and output layer."""
     return num_layers % stages == 0 or (num_layers + 2) % stages == 0
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Returns what divides a number, the smallest first."""
+    """Returns the divisors of a number in ascending order."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return tuple(small + [number // each for each in reversed(small) if each * each != number])
 
 
 def expert_sizes(experts: Experts, mesh: Mesh, sharding: tuple[int, int, int]) -> tuple[int, ...]:
-    """Returns the expert ranks that divide the experts and the ranks of a stage."""
+    """Returns the expert-parallel sizes that divide the experts and the ranks of a stage."""
     _, shard, stage = sharding
     ranks = mesh.tensor * mesh.context * (shard if stage else mesh.data)
     return divisors(math.gcd(experts.num_experts, ranks))
 
 
 def _sizes(question: SearchQuestion, field: str, sizes: Sequence[int]) -> Sequence[int]:
-    """Returns the sizes of an axis, 1 if there are none, as far as they are not given."""
+    """Returns the sizes of an axis, or (1,) if there are none, restricted to a fixed value."""
     sizes = sizes or (1,)
     fixed = question.fixed.get(field)
     return sizes if fixed is None else tuple(size for size in sizes if size == fixed)

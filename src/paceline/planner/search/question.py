@@ -1,4 +1,4 @@
-"""What is searched: a model, its batch, the devices, and what a layout must be like."""
+"""The search question: a model, its batch, the devices, and constraints on the layout."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from paceline.planner.cost.layouts import CHECKPOINTING, Workload
 _CONVENTIONS = {field.name for field in dataclasses.fields(Workload)} & {
     field.name for field in dataclasses.fields(Conventions)
 }
-"""Conventions of a framework that a workload takes over."""
+"""Names of the framework conventions that are also workload fields."""
 SHORT_NAMES = {
     "dp": "data_parallel",
     "replicate": "replicate",
@@ -29,41 +29,42 @@ SHORT_NAMES = {
     "micro": "micro_batch",
     "recompute": "checkpointing",
 }
-"""What `--compare` and the tables call a field of a layout."""
+"""Short names of layout fields, used by `--compare` and in tables."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchQuestion:
-    """Which layout trains this model fastest on these devices."""
+    """Inputs of a search for the layout that trains a model fastest on given devices."""
 
     shape: ModelShape
-    """Of a mixture of experts, `d_ff` is the width that is active."""
+    """The model's dimensions. For a mixture of experts, `d_ff` is the active width."""
     precision: Precision
     context_length: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     global_batch: int
-    """Sequences of a step, over all ranks."""
+    """Sequences per step, over all ranks."""
     num_devices: int
-    """Devices that are held; a layout may leave some of them idle."""
+    """Number of held devices. A layout may leave some of them idle."""
     memory_bytes: float
-    """What one device may hold at the peak of a step."""
+    """Limit on the peak memory of one device."""
     devices_per_host: int = 8
     experts: Experts | None = None
-    """What replaces the feed-forward layers of a mixture; None for a dense model."""
+    """The experts that replace feed-forward layers; None for a dense model."""
     float8_matmuls: bool = False
-    """Whether matmuls are in float8, below the dtype that `precision` computes in."""
+    """Whether matmuls run in float8 instead of the compute dtype of `precision`."""
     runnable: bool = False
-    """Whether only layouts count that Paceline's own trainer runs."""
+    """Whether to search only layouts that Paceline's trainer runs."""
     conventions: Conventions = dataclasses.field(
         default_factory=lambda: Conventions(shards_context=False)
     )
-    """How the framework runs a step: its attention, what it shards, when it averages gradients."""
+    """The framework's conventions: attention kernel, sharding, when gradients are averaged."""
     framework_memory: FrameworkMemory = PLAIN
-    """What that framework holds beyond the formulas."""
+    """The framework's memory overhead beyond the formulas."""
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Fields that are given instead of searched, by their name in `SHORT_NAMES`' values."""
+    """Fixed values of layout fields, keyed by the values of `SHORT_NAMES`."""
     least_used: float = 0.9
-    """Share of the devices that a layout uses at least: others divide nothing evenly."""
+    """Minimum fraction of the held devices that a layout must use. Idle devices are allowed because
+    not every device count divides the work evenly."""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "context_length", "global_batch", "num_devices")
@@ -85,11 +86,11 @@ class SearchQuestion:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all ranks."""
+        """Tokens per optimizer step, over all ranks."""
         return self.global_batch * self.context_length
 
     def workload(self, micro_batch: Any, num_micro_batches: Any) -> Workload:
-        """Returns what one data-parallel rank does, for arrays of both."""
+        """Returns the workload of one data-parallel rank. Both arguments may be arrays."""
         return Workload(
             shape=self.shape,
             precision=self.precision,
@@ -104,12 +105,12 @@ class SearchQuestion:
 
 
 def training_precision(compute: DType, *, autocast: bool = False) -> Precision:
-    """Returns the dtypes of mixed precision: float32 gradients and a float32 copy of weights.
+    """Returns the dtypes of mixed precision: float32 gradients and float32 master weights.
 
     Args:
-        compute: dtype of matmuls; with float8, everything else is bfloat16.
-        autocast: Whether weights stay in float32 and are cast operation by operation, as
-            Paceline's own trainer does.
+        compute: dtype of matmuls; with float8, the weights and activations are bfloat16.
+        autocast: Whether weights stay in float32 and are cast per operation, as in Paceline's
+            trainer.
     """
     if compute == "float32":
         return Precision()
@@ -120,7 +121,7 @@ def training_precision(compute: DType, *, autocast: bool = False) -> Precision:
 
 
 def parse_fixed(text: str) -> dict[str, int]:
-    """Reads fields of a layout such as ``tp=8,pp=2,recompute=full``."""
+    """Parses layout fields such as ``tp=8,pp=2,recompute=full``."""
     fixed: dict[str, int] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, _, value = part.partition("=")
@@ -134,7 +135,7 @@ def parse_fixed(text: str) -> dict[str, int]:
 
 
 def describe_fixed(fixed: Mapping[str, int]) -> str:
-    """Returns fields of a layout as `parse_fixed` reads them."""
+    """Returns layout fields in the format of `parse_fixed`."""
     short = {field: name for name, field in SHORT_NAMES.items()}
     return ",".join(
         f"{short[field]}={CHECKPOINTINGS[value] if field == 'checkpointing' else value}"

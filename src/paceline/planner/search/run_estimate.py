@@ -1,7 +1,7 @@
-"""What a whole run takes with a layout: days with failures, device-hours, money.
+"""Estimate of a whole run with a layout: days including failures, device-hours, cost.
 
-A run that fails restarts from disk, with hot spares where they pay; the share of time that trains
-is `paceline.planner.goodput`'s closed form. Devices that a layout leaves idle are spares for free.
+After a failure the run restarts from disk, with hot spares if they reduce device-hours. Goodput is
+the closed form of `paceline.planner.goodput`. Devices that a layout leaves idle are free spares.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ _SAVED_BYTES_PER_PARAMETER = 12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """A run of so many tokens."""
+    """Estimate of a run over `tokens` tokens."""
 
     tokens: float
     steps: int
     days_without_failures: float
     days: float
     goodput: float
-    """Share of the time that ends up in the model."""
+    """Fraction of time that is useful training."""
     interruptions: float
-    """Expected number in the whole run."""
+    """Expected number of interruptions in the whole run."""
     checkpoint_interval_s: float
     spare_hosts: int
-    """Hosts that stand by beyond the devices of the layout."""
+    """Number of standby hosts in addition to the layout's devices."""
     held_devices: int
-    """Devices that are paid for, spares included."""
+    """Number of devices paid for, including spares."""
     device_hours: float
     cost: float | None
-    """Device-hours times the price of one."""
+    """Device-hours times the price of a device-hour; None without a price."""
 
 
 def estimate_run(
@@ -50,16 +50,16 @@ def estimate_run(
     device_interval_h: float = LLAMA3_DEVICE_INTERVAL_H,
     experts: Experts | None = None,
 ) -> RunEstimate:
-    """Returns what a run takes, with or without spare hosts, whichever costs fewer device-hours.
+    """Returns the run estimate with or without spares, whichever uses fewer device-hours.
 
     Args:
         choice: The layout.
-        shape: The model, whose states are saved.
+        shape: The model, which determines the checkpoint size.
         tokens: Tokens of the run.
-        held_devices: Devices that are held.
-        price: Of one device-hour, in any currency.
+        held_devices: Number of held devices.
+        price: Price of one device-hour, in any currency.
         device_interval_h: Mean hours between two failures of one device.
-        experts: Those of a mixture, all of which are saved.
+        experts: Experts of a mixture, all of which are saved.
     """
     step_s = choice.step_time_s.value
     tokens_per_step = choice.tokens_per_s * step_s
@@ -99,7 +99,7 @@ def estimate_run(
 
 
 def _share(scenario: Scenario) -> float:
-    """Returns goodput of the devices that train; those that stand by count in device-hours."""
+    """Returns the goodput of the training devices. Spares are counted in device-hours instead."""
     return scenario.formula() / scenario.paid_share
 
 

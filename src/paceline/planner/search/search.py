@@ -1,10 +1,9 @@
-"""The fastest layouts, exactly: every candidate is evaluated, and nothing is sampled or guessed.
+"""Exhaustive search for the fastest layouts: every candidate is evaluated, without sampling.
 
-Chunk by chunk: memory first, step time of what fits, and of that the best of every mesh (tensor,
-context, pipeline and expert ranks; of our own trainer, of every ZeRO stage), so that the answer
-shows different layouts and not variants of one.
-What is kept does not grow with the number of candidates. Of layouts that take equally long the one
-that holds less wins, then the one with fewer techniques.
+Each chunk is processed in three steps: compute memory, compute the step time of candidates that
+fit, and keep the best candidate of every mesh (tensor, context, pipeline and expert ranks). The
+result thus contains different meshes instead of variants of one. Memory use does not grow with the
+number of candidates. Ties in step time are broken by lower memory, then by fewer techniques.
 """
 
 import dataclasses
@@ -29,11 +28,11 @@ _TIE_DIGITS = 9
 
 
 class NoLayoutError(UsageError):
-    """No layout divides what it must, or none fits the memory of a device.
+    """Raised if no layout divides the work, or none fits the memory of a device.
 
     Args:
-        message: What is missing, and what would help.
-        least_bytes: What the smallest layout holds, if there are any.
+        message: The cause, and possible remedies.
+        least_bytes: Peak memory of the smallest layout; None if there is no layout.
     """
 
     def __init__(self, message: str, least_bytes: float | None = None) -> None:
@@ -43,7 +42,7 @@ class NoLayoutError(UsageError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The best of every mesh, the fastest first, and how many there were to choose from."""
+    """The best layout of each mesh, fastest first, with candidate counts."""
 
     question: SearchQuestion
     costs: Costs
@@ -54,13 +53,13 @@ class SearchResult:
 
     @property
     def best(self) -> Choice:
-        """The fastest."""
+        """The fastest layout."""
         return self.choices[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """The best column of a mesh, ordered as layouts are chosen."""
+    """The best candidate of a mesh, with its sort key."""
 
     rank: tuple[float, ...]
     column: Array
@@ -72,10 +71,10 @@ def search(
     """Evaluates every candidate and returns the fastest.
 
     Args:
-        question: What is searched.
-        costs: What devices and links reach.
-        top: How many meshes are returned, at most.
-        peak_flops: Stated FLOP/s of a device, for MFU.
+        question: The search question.
+        costs: Achieved rates of devices and links.
+        top: Maximum number of meshes to return.
+        peak_flops: Stated peak FLOP/s of a device, for MFU.
     """
     began = time.perf_counter()
     kept: dict[tuple[int, ...], _Kept] = {}
@@ -110,7 +109,7 @@ def search(
 def find_best(
     question: SearchQuestion, costs: Costs, peak_flops: float | None = None
 ) -> Choice | None:
-    """Returns the fastest layout, or None where none divides or fits."""
+    """Returns the fastest layout, or None if none divides the work or fits."""
     try:
         return search(question, costs, top=1, peak_flops=peak_flops).best
     except NoLayoutError:
@@ -125,12 +124,12 @@ def _keep(
     costs: Costs,
     top: int,
 ) -> None:
-    """Puts the best of every mesh of a chunk among those that are kept."""
+    """Updates the kept candidates with the best of every mesh in a chunk."""
     workload = question.workload(fitting.micro_batch, fitting.num_micro_batches)
     predicted = step_time(fitting.layouts, workload, costs.cluster, hidden=costs.hidden)
     seconds = np.broadcast_to(predicted.total_s, len(fitting))
     if len(kept) >= top:
-        # What is slower than the last of those that will be shown can only be in the way.
+        # Candidates slower than the current top cannot appear in the result.
         slowest = heapq.nsmallest(top, kept.values(), key=lambda each: each.rank)[-1].rank[0]
         near = np.round(np.log(seconds), _TIE_DIGITS) <= slowest
         fitting, memory, seconds = fitting.take(near), memory[near], seconds[near]
@@ -160,7 +159,7 @@ def _keep(
 def _raise_none(
     question: SearchQuestion, num_candidates: int, smallest: tuple[float, Array] | None
 ) -> None:
-    """Says why there is no layout, and what would make one."""
+    """Raises an error with the reason why there is no layout, and remedies."""
     given = f" with {describe_fixed(question.fixed)}" if question.fixed else ""
     heads = f"{question.shape.num_heads} heads"
     if question.experts is not None:
@@ -191,7 +190,7 @@ def _name_of(column: Array, question: SearchQuestion) -> str:
 
 
 def _divisible(question: SearchQuestion) -> str:
-    """Says how many of the devices a layout could use."""
+    """Returns advice with the largest number of devices that a layout could use."""
     fewer = dataclasses.replace(question, least_used=0.0)
     most = max((mesh.num_devices for mesh in meshes(fewer)), default=0)
     instead = "a batch and a number of devices that share more factors, such as powers of two"
@@ -201,7 +200,7 @@ def _divisible(question: SearchQuestion) -> str:
 
 
 def _remedy(question: SearchQuestion, more: float) -> str:
-    """Says what would make the smallest layout fit."""
+    """Returns advice on making the smallest layout fit."""
     larger = f"{more:.1f} times the memory" if more >= 2 else f"{more - 1:.0%} more memory"
     remedies = [f"devices with {larger}", "more devices"]
     if question.context_length > 8192:

@@ -1,1 +1,1 @@
-"""What Paceline's own trainer holds under a layout, moment by moment."""
+"""Memory model of Paceline's own trainer under a layout."""

@@ -1,39 +1,41 @@
-"""Peak memory of the trainer's own steps under a layout, on the rank that holds most.
+"""Peak memory of a step of Paceline's trainer under a layout, on the rank that uses the most.
 
-`paceline.planner.cost.memory` prices any framework for millions of layouts at once. This follows
-one step of ours in float32 without recomputation, as torch's FSDP2 and its pipeline schedules run
-it on a CPU, where every collective is over when its call returns. Stages have the blocks that
-`paceline.accounting.stages` gives them. T is the tokens of a micro-batch on a rank, t the tensor
-ranks, c the context ranks, S the ranks that states are sharded over, u the bytes of a block, all
-those of a unit that FSDP2 gathers or averages at once; the rest of a stage is a unit too, its root.
+`paceline.planner.cost.memory` estimates any framework for millions of layouts at once. This module
+models one step of Paceline's trainer: float32 without recomputation, run by torch's FSDP2 and
+pipeline schedules on a CPU, where every collective has finished when its call returns.
+`paceline.accounting.stages` assigns blocks to stages. T is the tokens of a micro-batch on a rank, t
+the tensor ranks, c the context ranks, S the ranks that states are sharded over. u is the bytes of a
+block, the unit that FSDP2 gathers or averages at once. The rest of a stage is another unit, the
+root.
 
-    always            parameters and both moments of AdamW, over S; the tables of rotary positions
-    gathered          FSDP2 computes with a copy of the parameters, even of those that are whole:
-                      replicate and ZeRO-2 have it of all blocks from forward until a block's
-                      backward is over, ZeRO-3 of one block, and the root's from first to last
-    all-gather        its result lies beside the copy that is made of it. In forward it stays until
-                      the next is copied, in backward the next block's is there ahead of time. While
-                      gloo gathers, it has a buffer of that size too
-    gradients         whole until a block's backward is over in the last micro-batch, then a part in
-                      S; with one micro-batch only those of the block at hand are whole
-    embedding         its gradient has all words on every tensor rank until it is added up
+    always            parameters and both AdamW moments, sharded over S; the rotary position tables
+    gathered          FSDP2 computes with a copy of the parameters, even of unsharded ones.
+                      replicate and ZeRO-2 hold the copy of each block from forward until the end
+                      of its backward, ZeRO-3 of one block at a time. The root's copy stays for the
+                      whole pass
+    all-gather        its result coexists with the copy made from it. In forward the result stays
+                      until the next one is copied; in backward the next block is prefetched. While
+                      gloo gathers, it holds a buffer of the same size
+    gradients         unsharded until a block's backward ends in the last micro-batch, then 1 / S;
+                      with one micro-batch only the current block's gradients are unsharded
+    embedding         its gradient has the full vocabulary on every tensor rank until it is reduced
     reduce-scatter    its input, u, is kept until the next block is averaged; with replicas as well
-    pipeline          nothing is averaged or resharded before the last micro-batch is through
-    kept by a block   4 T (6 h + (3 a + 2 c k + 4 f) / t): two norms keep their input, the scaled
-                      input and their output; attention its queries, the keys and values of all
-                      context ranks, and its output twice, since the heads are put side by side
-                      for the output layer; the gated layer four tensors. With sequence parallelism
-                      norms keep 4 h / t, and 2 h is what is gathered of their outputs
+    pipeline          nothing is averaged or resharded before the last micro-batch has finished
+    kept by a block   4 T (6 h + (3 a + 2 c k + 4 f) / t): two norms keep their input, scaled input
+                      and output. Attention keeps its queries, the keys and values of all context
+                      ranks, and its output twice, since heads are concatenated for the output
+                      projection. The gated layer keeps four tensors. With sequence parallelism
+                      norms keep 4 h / t, and their gathered outputs 2 h
     stage's output    kept for each micro-batch in flight
 
-These add up differently at each moment, and the peak is the largest of them: before the last block
-is gathered, at the head, at the loss (three tensors like the logits), at the backward of head and
-final norm (six tensors like the stream), in that of a block when the next one is gathered, when the
-feed-forward layer's hidden gradients are there and when all of its weights' are, and at the
-embedding. Between the first two blocks that go backward and the last one, memory grows or falls
-evenly, so that these are looked at. Of ZeRO-3, threads of gloo let go of the result of an
-all-gather and of their own buffer late on a busy machine, after the next ones are there: up to two
-blocks more, which is left out.
+The peak is the largest sum over these moments: before the last block is gathered; at the head; at
+the loss (three tensors the size of the logits); at the backward of head and final norm (six tensors
+the size of the residual stream); in a block's backward when the next block is gathered, when the
+feed-forward layer's hidden gradients exist, and when all of the block's weight gradients exist; and
+at the embedding. Memory changes linearly between the second block that runs backward and the last
+one, so only the first two and the last are evaluated. With ZeRO-3 on a busy machine, gloo threads
+may release an all-gather's result and buffer only after the next ones are allocated. These up to
+two extra blocks are not modelled.
 """
 
 import dataclasses
@@ -47,12 +49,12 @@ from paceline.planner.trainer.schedule import BackwardPass, backward_passes
 
 _BYTES = 4
 _STATES = 3
-"""A parameter and two moments of it."""
+"""A parameter and its two AdamW moments."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerStep:
-    """What a data-parallel rank trains in a step."""
+    """Work of one data-parallel rank in a step."""
 
     shape: ModelShape
     context_length: int
@@ -62,19 +64,19 @@ class TrainerStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes of what one rank has, as tensor and context ranks divide it."""
+    """Bytes of each kind of tensor on one rank, after division over tensor and context ranks."""
 
     block: float
     """All weights of a block."""
     embedding: float
     head: float
     matrix: float
-    """A weight of the feed-forward layer."""
+    """One weight matrix of the feed-forward layer."""
     kept: float
-    """What a block keeps of a micro-batch for backward."""
+    """Activations of one micro-batch that a block keeps for backward."""
     stream: float
     hidden: float
-    """A tensor inside of the feed-forward layer."""
+    """One hidden tensor of the feed-forward layer."""
     logits: float
     tables: float
     """Sines and cosines of all positions."""
@@ -86,12 +88,12 @@ class _Stage:
 
     num_blocks: int
     root: float
-    """Bytes of all weights that are in no block."""
+    """Bytes of all weights outside blocks."""
     head: float
-    """Bytes of the head; 0 where it is in another stage."""
+    """Bytes of the head; 0 if it is in another stage."""
     root_gradient: float
     embedding_gradient: float
-    """Bytes of the embedding's gradient; 0 where it is in another stage."""
+    """Bytes of the embedding's gradient; 0 if it is in another stage."""
 
     def parameters(self, block: float) -> float:
         return self.root + self.num_blocks * block
@@ -101,10 +103,10 @@ class _Stage:
 
 
 def trainer_peak_bytes(layout: ParallelLayout, step: TrainerStep) -> float:
-    """Returns what the fullest rank holds at the peak of a step.
+    """Returns the peak memory of a step on the rank that uses the most.
 
     Args:
-        layout: One that the trainer runs.
+        layout: A layout that the trainer supports.
         step: The model and the micro-batches.
     """
     sizes = _sizes(layout, step)
@@ -138,7 +140,7 @@ def _sizes(layout: ParallelLayout, step: TrainerStep) -> _Sizes:
 
 
 def _stages(layout: ParallelLayout, step: TrainerStep, sizes: _Sizes, rank: int) -> list[_Stage]:
-    """Returns what one rank of the pipeline has, each of its stages."""
+    """Returns the stages of one pipeline rank."""
     shape = step.shape
     divided = divide_into_stages(
         shape, step.context_length, layout.pipeline, layout.pipeline_interleave
@@ -186,7 +188,7 @@ class _Rank:
         return states + max(*moments, self._whole / self._shards)
 
     def _moments(self, each: BackwardPass) -> Iterator[float]:
-        """Yields what is there beside the states, at each moment that may be the peak."""
+        """Yields the memory in use besides the states, at each moment that may be the peak."""
         sizes, stage = self._sizes, self._stages[each.stage]
         others = [s for number, s in enumerate(self._stages) if number != each.stage]
         beside = sum(
@@ -205,11 +207,11 @@ class _Rank:
             yield beside + moment
 
     def _forward(self, stage: _Stage, is_first: bool) -> Iterator[float]:
-        """Yields moments from the last block on until backward begins, without what is kept."""
+        """Yields memory from the last block until backward starts, without kept activations."""
         sizes = self._sizes
         accumulated = 0.0 if is_first else stage.gradients(sizes.block)
         gathered = self._gathered(stage, stage.num_blocks)
-        # A pipeline has blocks gathered from the first micro-batch on, when little else is there.
+        # A pipeline gathers blocks in the first micro-batch, when little other memory is in use.
         buffer = 0.0 if self._is_pipeline else self._buffer
         if buffer:
             own = 0.0 if self._reshards else sizes.block
@@ -221,13 +223,13 @@ class _Rank:
             yield (accumulated or stage.head) + gathered + 6 * sizes.stream
 
     def _gathered(self, stage: _Stage, num_blocks: int) -> float:
-        """Returns the copy of parameters that FSDP2 has of so many blocks, and of the root."""
+        """Returns the bytes of FSDP2's gathered copy of `num_blocks` blocks and the root."""
         if not self._is_wrapped:
             return 0.0
         return stage.root + (0.0 if self._reshards else num_blocks * self._sizes.block)
 
     def _backward(self, stage: _Stage, is_first: bool) -> Iterator[float]:
-        """Yields moments of the first two blocks that go backward, and of the last one."""
+        """Yields memory during the first two blocks that run backward, and the last one."""
         sizes, blocks = self._sizes, stage.num_blocks
         for done in sorted({0, min(1, blocks - 1), blocks - 1}):
             there = self._while_block_runs(stage, done, is_first) - done * sizes.kept
@@ -239,17 +241,17 @@ class _Rank:
                 yield there - sizes.kept + 6 * sizes.stream + sizes.block
             else:
                 yield there + sizes.stream + sizes.hidden + max(sizes.hidden, sizes.matrix)
-        # The embedding comes last; its gradient is added to that of earlier micro-batches.
+        # The embedding is last. Its gradient is added to that of earlier micro-batches.
         added = 0.0 if is_first else stage.embedding_gradient
         yield self._while_root_runs(stage) + added - blocks * sizes.kept
 
     def _while_block_runs(self, stage: _Stage, done: int, is_first: bool) -> float:
-        """Returns parameters and gradients in the backward of a block, `done` blocks after it."""
+        """Returns parameter and gradient bytes in a block's backward, after `done` blocks."""
         block, left = self._sizes.block, stage.num_blocks - done
         if not self._is_wrapped or self._is_pipeline:
             gradients = stage.head + done * block if is_first else stage.gradients(block)
             gathered = self._gathered(stage, stage.num_blocks)
-            # In a pipeline, ZeRO-3 keeps what backward has gathered.
+            # In a pipeline, ZeRO-3 keeps the blocks that backward has gathered.
             return gradients + gathered + (block * (done + 1) if self._reshards else 0.0)
         gradients = stage.head if is_first else stage.root_gradient + left * block
         gathered = self._gathered(stage, left) + (block if self._reshards else 0.0)
@@ -257,7 +259,7 @@ class _Rank:
         return gradients + gathered + averaged
 
     def _while_root_runs(self, stage: _Stage) -> float:
-        """Returns parameters and gradients when all blocks of a stage have gone backward."""
+        """Returns parameter and gradient bytes once all blocks of a stage have run backward."""
         block, blocks = self._sizes.block, stage.num_blocks
         if not self._is_wrapped:
             return stage.gradients(block)

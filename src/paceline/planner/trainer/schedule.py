@@ -1,9 +1,9 @@
-"""Which micro-batches a rank of a pipeline has in flight whenever one goes backward.
+"""Micro-batches in flight on a pipeline rank at each backward pass.
 
-torch's schedules, for rank r of p with v stages each and m micro-batches: p - 1 - r forwards come
-first, or (v - 1) p + 2 (p - 1 - r) where ranks have several stages; then forwards and backwards in
-turn, until only backwards are left. Micro-batches go through a rank's stages p at a time, forward
-from the first stage and backward from the last.
+Models torch's schedules for rank r of p ranks with v stages each and m micro-batches. The warm-up
+is p - 1 - r forwards, or (v - 1) p + 2 (p - 1 - r) if ranks have several stages. Then forwards and
+backwards alternate until only backwards remain. Micro-batches go through a rank's stages in groups
+of p, forward from the first stage and backward from the last.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from paceline.core.plan import ParallelLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardPass:
-    """One micro-batch going backward through one stage of a rank."""
+    """Backward pass of one micro-batch through one stage of a rank."""
 
     stage: int
-    """Which of the rank's stages it is, the first is 0."""
+    """Index among the rank's stages, from 0."""
     in_flight: tuple[int, ...]
-    """Micro-batches that each of the rank's stages keeps for backward, with this one."""
+    """Micro-batches that each of the rank's stages keeps for backward, including this one."""
     done: frozenset[int]
-    """Stages of the rank that an earlier micro-batch has left gradients in."""
+    """Stages of the rank that already hold gradients from an earlier micro-batch."""
 
 
 def backward_passes(
     layout: ParallelLayout, rank: int, num_micro_batches: int
 ) -> Iterator[BackwardPass]:
-    """Yields the backward passes of one step, in their order.
+    """Yields the backward passes of one step in order.
 
     Args:
-        layout: Its pipeline may be of one rank.
-        rank: Of the pipeline.
-        num_micro_batches: Of one step.
+        layout: The layout. Its pipeline may have a single rank.
+        rank: Rank in the pipeline.
+        num_micro_batches: Micro-batches per step.
     """
     ranks, parts = layout.pipeline, layout.pipeline_interleave
     num_passes = num_micro_batches * parts

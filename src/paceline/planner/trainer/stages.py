@@ -1,4 +1,4 @@
-"""The trainer's stages of a pipeline, for arrays of layouts: what the fullest ones have."""
+"""Largest loads of the trainer's pipeline stages, for arrays of layouts."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,28 +11,30 @@ from paceline.core.specs import ModelShape
 
 
 class StageLoads(NamedTuple):
-    """What ranks of a pipeline have at most, arrays like the layouts'."""
+    """Largest loads over the ranks of each pipeline, as arrays shaped like the layouts'."""
 
     parameters: Any
-    """Of the rank that has most, all tensor ranks together."""
+    """Parameters of the rank with the most, summed over tensor ranks."""
     in_flight: Any
-    """Most blocks times micro-batches that a rank keeps: r ranks from the end, it has r + 1."""
+    """Most blocks times micro-batches that a rank keeps. r ranks before the last, a rank keeps
+    r + 1 micro-batches."""
     last: Any
-    """Blocks of the last rank."""
+    """Number of blocks of the last rank."""
 
 
 def stage_loads(
     shape: ModelShape, context_length: int, pipeline: Any, interleave: Any
 ) -> StageLoads:
-    """Returns the loads of the trainer's stages.
+    """Returns the largest loads of the trainer's stages.
 
-    Where a model has too few blocks, which does not run, they are those of a stage per block.
+    A layout with more stages than the model has blocks cannot run. Its ranks and stages per rank
+    are reduced until every stage has a block.
 
     Args:
         shape: The model's dimensions.
-        context_length: Tokens of a sequence.
-        pipeline: Ranks of each pipeline.
-        interleave: Stages on each of its ranks.
+        context_length: Tokens per sequence.
+        pipeline: Ranks in each pipeline.
+        interleave: Stages per rank.
     """
     ranks, parts = np.broadcast_arrays(pipeline, interleave)
     pairs, places = np.unique(np.stack([ranks.ravel(), parts.ravel()]), axis=1, return_inverse=True)
@@ -53,7 +55,7 @@ def _loads(
     block = (counted.total - first - head) / shape.num_layers
     parameters = [number * block for number in blocks]
     parameters[0] += first
-    # A pipeline's last rank has its own copy of a weight that is tied.
+    # The last rank of a pipeline has its own copy of a tied embedding.
     is_copied = shape.tied_embeddings and num_ranks > 1
     parameters[-1] += counted.embedding if is_copied else head
     in_flight = max(number * (num_ranks - rank) for rank, number in enumerate(blocks))

@@ -1,1 +1,1 @@
-"""How accurate the plan is: held-out errors of published runs, regret."""
+"""Validation of the planner: held-out errors on published runs, and regret."""

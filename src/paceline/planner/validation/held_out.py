@@ -1,8 +1,8 @@
-"""Published runs predicted while their model was held out, with intervals, by source.
+"""Held-out predictions of published runs, with intervals, by source.
 
-The rows of a pool are predicted by fits to the other models. The interval of a row comes from
-the residuals of the other models in its pool, as `FrameworkCalibration.interval` has it, ranges and
-widening included; a row is covered if its measured time lies inside.
+Each row of a pool is predicted by a fit to the other models. Its interval comes from the residuals
+of the other models in the pool, with the ranges and widening of `FrameworkCalibration.interval`. A
+row is covered if its measured time lies inside the interval.
 """
 
 import dataclasses
@@ -35,30 +35,30 @@ _SOURCES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolResult:
-    """What holding out every model of a pool shows."""
+    """Held-out predictions of one pool."""
 
     pool: str
     cases: tuple[Case, ...]
     predicted: Array
-    """Seconds, without the row's own model."""
+    """Predicted seconds of each row with its model held out."""
     low: Array
-    """Lower ends of the intervals, in seconds."""
+    """Lower bounds of the intervals, in seconds."""
     high: Array
     calibrations: tuple[FrameworkCalibration, ...]
 
     @property
     def source(self) -> str:
-        """What the pool is called in a table."""
+        """Display name of the pool."""
         return _SOURCES.get(self.pool, "others")
 
     @property
     def measured(self) -> Array:
-        """Seconds as published."""
+        """Published seconds per step."""
         return np.array([case.step_s for case in self.cases])
 
 
 def validate_pool(cases: Sequence[Case], *, without: str | None = None) -> PoolResult:
-    """Fits a pool, holds out each of its models; `without` leaves a term out."""
+    """Fits a pool and predicts each model held out. `without` names a term to omit."""
     terms = tuple(term for term in terms_of(cases[0].pool) if term != without)
     fit = fit_cases(cases, terms=terms)
     predicted = predict_held_out(cases, terms=terms)
@@ -77,7 +77,7 @@ def validate_pool(cases: Sequence[Case], *, without: str | None = None) -> PoolR
 def _intervals(
     cases: Sequence[Case], predicted: Array, made: Sequence[FrameworkCalibration]
 ) -> tuple[Array, Array]:
-    """Returns the ends of every interval, from residuals and ranges of the other folds."""
+    """Returns the bounds of every interval, from residuals and ranges of the other folds."""
     low, high = np.full(len(cases), np.nan), np.full(len(cases), np.nan)
     folds = np.array(held_out_by(cases))
     by_variant = {(each.device, each.precision): each for each in made}
@@ -113,5 +113,5 @@ def _first(
     variant: tuple[str, str],
     made: Sequence[FrameworkCalibration],
 ) -> Sequence[FrameworkCalibration]:
-    """Returns the calibration of a device and dtype, or all where it has none."""
+    """Returns the calibration of a device and dtype, or all calibrations if it has none."""
     return [by_variant[variant]] if variant in by_variant else made

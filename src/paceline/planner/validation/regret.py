@@ -1,11 +1,11 @@
-"""What it costs to run the layout that a prediction picks, on sweeps that somebody measured.
+"""Regret of running the predicted best layout, on published sweeps.
 
-A sweep is one model on so many devices with one global batch, measured in several layouts. The
-regret of a pick is its measured time over that of the best layout, less 1; of a first choice, and
-of the best among the first three, as somebody finds who measures a few steps of each. Beside it
-stand a layout drawn at random, whose expected regret is the mean over the sweep, and the usual rule
-of thumb: as little model parallelism as was run, then tensor before pipeline, then the largest
-micro-batch.
+A sweep is one model on a fixed number of devices with one global batch, measured in several
+layouts. The regret of a layout is its measured time over that of the best layout, minus 1. Regret
+is reported for the first choice, and for the best of the first three, which a user finds by
+measuring a few steps of each. Two baselines are reported: a random layout, whose expected regret is
+the mean over the sweep, and a common rule of thumb: the least model parallelism in the sweep, then
+tensor before pipeline, then the largest micro-batch.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ LEAST_LAYOUTS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepRegret:
-    """Regrets of one sweep, as shares of the best layout's time."""
+    """Regrets of one sweep, relative to the best layout's time."""
 
     family: str
     model: str
@@ -33,7 +33,7 @@ class SweepRegret:
 
 
 def sweeps(cases: Sequence[Case]) -> list[list[int]]:
-    """Returns the numbers of the cases of every sweep with at least five layouts."""
+    """Returns the case indices of every sweep with at least `LEAST_LAYOUTS` layouts."""
     found: dict[tuple[object, ...], list[int]] = {}
     for number, case in enumerate(cases):
         run = case.run
@@ -47,7 +47,7 @@ def sweeps(cases: Sequence[Case]) -> list[list[int]]:
 
 
 def sweep_regrets(cases: Sequence[Case], predicted: Array) -> list[SweepRegret]:
-    """Returns what picks by these predictions cost, sweep by sweep."""
+    """Returns the regret of selecting layouts by these predictions, per sweep."""
     return [_regret([cases[n] for n in sweep], predicted[sweep]) for sweep in sweeps(cases)]
 
 
@@ -55,7 +55,7 @@ def _regret(cases: list[Case], predicted: Array) -> SweepRegret:
     layouts: dict[object, list[int]] = {}
     for number, case in enumerate(cases):
         layouts.setdefault(_layout(case), []).append(number)
-    # A layout that was measured several times took the mean of them.
+    # Repeated measurements of a layout are averaged.
     members = list(layouts.values())
     measured = np.array([np.mean([cases[n].step_s for n in each]) for each in members])
     by_prediction = np.argsort([np.mean(predicted[each]) for each in members], kind="stable")

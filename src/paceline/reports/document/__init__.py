@@ -1,1 +1,1 @@
-"""A report as a tree of blocks, written as HTML or Markdown."""
+"""Reports as trees of blocks, rendered as HTML or Markdown."""

@@ -1,7 +1,8 @@
-"""Reports and pages as one HTML file that loads nothing, runs nothing and escapes everything.
+"""Renders reports and pages as self-contained HTML, without scripts or external resources.
 
-Everything is inside: pictures as data, the style by its hash. The policy in the page's head forbids
-the browser the rest, so that a name in a record could not do anything even if it got past escaping.
+Pictures are embedded as data, and the inline style is allowed by its hash. All text is escaped. The
+content security policy in the page's head forbids everything else, so that a malicious name in a
+record is harmless even if escaping fails.
 """
 
 import base64
@@ -12,12 +13,12 @@ from paceline.reports.document.model import Page, Report
 
 
 def render_html(report: Report) -> str:
-    """Renders a report of many deliverables."""
+    """Renders a report."""
     return _render("report.html.jinja", report=report)
 
 
 def render_page(page: Page) -> str:
-    """Renders a page about one thing."""
+    """Renders a page about one subject, such as a run."""
     return _render("page.html.jinja", page=page)
 
 
@@ -34,6 +35,6 @@ def _render(template: str, **document: Page | Report) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    # The hash by which the policy allows an inline style.
+    # The content security policy allows the inline style by this hash.
     style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
     return environment.get_template(template).render(style=style, style_hash=style_hash, **document)

@@ -1,4 +1,4 @@
-"""A report as Markdown with its pictures beside it, for a repository or a pull request."""
+"""Renders a report as Markdown with SVG files, for a repository or a pull request."""
 
 import html
 import pathlib
@@ -8,12 +8,12 @@ from paceline.reports.document.model import AnsweredPart, Block, Report, Section
 from paceline.reports.tables.table import Table, render_markdown
 
 _PICTURES = "figures"
-# What Markdown would read as formatting, links or code; numbers and prose hardly use them.
+# Characters that Markdown reads as formatting, links or code. Numbers and prose rarely use them.
 _SPECIAL = re.compile(r"([\\`*_\[\]#])")
 
 
 def write_markdown(report: Report, directory: pathlib.Path) -> pathlib.Path:
-    """Writes report.md and its pictures, and returns the path of the former."""
+    """Writes report.md and its pictures, and returns the path of report.md."""
     pictures = directory / _PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     for section in report.sections:
@@ -27,7 +27,7 @@ def write_markdown(report: Report, directory: pathlib.Path) -> pathlib.Path:
 
 
 def render_report(report: Report) -> str:
-    """Renders the text; pictures are referred to in a directory beside it."""
+    """Renders the Markdown text, which links to pictures in a subdirectory."""
     lines = [f"# {_text(report.title)}", ""]
     for sentence in report.summary:
         lines += [_text(sentence), ""]
@@ -90,6 +90,6 @@ def _escaped(table: Table) -> Table:
 
 
 def _text(text: str) -> str:
-    """Escapes what Markdown, or the HTML that it lets through, would not show as it is."""
+    """Escapes text for Markdown and for HTML, which Markdown passes through."""
     one_line = " ".join(text.split())
     return html.escape(_SPECIAL.sub(r"\\\1", one_line), quote=False)

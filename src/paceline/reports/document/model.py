@@ -1,6 +1,6 @@
-"""What a report or a page consists of: sections, their parts, and blocks of findings.
+"""The parts of a report or a page: sections, questions, and blocks of tables and findings.
 
-Plain data: how it looks is decided by whoever renders it.
+These are plain data. The renderers decide how they look.
 """
 
 import dataclasses
@@ -12,43 +12,43 @@ from paceline.reports.tables.table import Table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A drawing and what it shows."""
+    """An SVG image with a description."""
 
     name: str
-    """File name without ending, unique in a report."""
+    """File name without extension, unique in a report."""
     description: str
-    """What a reader who cannot see it needs to know."""
+    """Alternative text."""
     svg: bytes
-    """The drawing, complete in itself."""
+    """A self-contained SVG file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one set of comparable records, or a calculation, says of a question."""
+    """The answer to a question from one group of comparable records or from a calculation."""
 
     heading: str = ""
-    """Where it was measured, or what was calculated."""
+    """The hardware of the measurement, or the subject of the calculation."""
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     working: tuple[Explanation, ...] = ()
     listing: str = ""
-    """A file or a text, line by line as it is."""
+    """Preformatted text, such as a file."""
     findings: tuple[Finding, ...] = ()
-    """What the figures of the block say."""
+    """Conclusions from the figures of the block."""
     environments: tuple[str, ...] = ()
-    """The machines and software that the figures come from."""
+    """Machines and software that produced the figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnsweredPart:
-    """One question of a deliverable, with what is known of it."""
+    """One question of a deliverable, with its answers."""
 
     title: str
     question: str
     blocks: tuple[Block, ...]
-    """Empty where nothing was measured."""
+    """Empty if nothing was measured."""
     commands: tuple[str, ...]
-    """What measures it; none for what is calculated."""
+    """Commands that measure the answer; empty if it is calculated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,13 @@ class Section:
     """One deliverable."""
 
     name: str
-    """As the courses call it."""
+    """Name in the course hand-outs."""
     title: str
     parts: tuple[AnsweredPart, ...]
     failures: tuple[str, ...] = ()
-    """Failed runs of what measures it, with the reasons."""
+    """Failed measurement runs, with reasons."""
     incomplete: tuple[str, ...] = ()
-    """Runs that measured only a part, with the reasons."""
+    """Runs that measured only a part, with reasons."""
 
     @property
     def is_complete(self) -> bool:
@@ -78,12 +78,12 @@ class Report:
     summary: tuple[str, ...]
     sections: tuple[Section, ...]
     key_findings: tuple[tuple[Section, Finding], ...] = ()
-    """What to read first, each with the section that it is from."""
+    """Findings shown first, each with its section."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chapter:
-    """One aspect of what a page is about."""
+    """One part of a page."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -91,7 +91,7 @@ class Chapter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """What there is to see of one thing, such as a run."""
+    """A document about one subject, such as a run."""
 
     title: str
     summary: tuple[str, ...]

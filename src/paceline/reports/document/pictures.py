@@ -1,4 +1,4 @@
-"""Drawings as they are put into a page: complete SVG, the same bytes for the same records."""
+"""Pictures for embedding: self-contained SVG, reproducible byte for byte from the records."""
 
 import io
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ def draw_picture(plot: str, records: Sequence[Record], name: str, description: s
 
 
 def picture_of(figure: Figure, name: str, description: str) -> Picture:
-    """Turns a figure into SVG."""
+    """Converts a figure to an SVG picture."""
     output = io.BytesIO()
-    # Without these, every drawing would differ from the last by its date and its identifiers.
+    # Without these settings, dates and random identifiers would make every file different.
     with matplotlib.rc_context({"svg.hashsalt": f"paceline {name}"}):
         figure.savefig(output, format="svg", metadata={"Date": None})
     return Picture(name=name, description=description, svg=output.getvalue())
 
 
 def _plain(record: Record) -> Record:
-    """Keeps a dollar sign in a name from beginning a formula, which may not even be one."""
+    """Escapes dollar signs in names, which matplotlib would parse as the start of a formula."""
     case = {
         field: value.replace("$", r"\$") if isinstance(value, str) else value
         for field, value in record.case.items()

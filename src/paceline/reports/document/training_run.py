@@ -1,4 +1,4 @@
-"""The page of a training run: pictures first, then tables, the config last."""
+"""Builds the HTML page of a training run: loss, speed, phases, memory, events and config."""
 
 import pathlib
 
@@ -22,19 +22,19 @@ from paceline.training.metrics.summary import run_metrics
 
 
 def write_run_page(directory: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes the page of the run in a directory as one HTML file."""
+    """Writes the page of the run in `directory` as a single HTML file."""
     page = render_page(run_page(read_run(directory)))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
 
 
 def run_page(run: TrainingRun) -> Page:
-    """Lays out what there is to see of a run; one that has no step yet has no pictures."""
+    """Returns the page of a run; without completed steps it has only events and config."""
     seen = _chapters(run) if run.steps else ()
     events = Chapter(title="Events", blocks=(Block(tables=(events_table(run),)),))
     config = Chapter(title="Config", blocks=(Block(listing=run.config),))
     return Page(
-        title=f"Training run {run.name}", summary=_summary(run), chapters=(*seen, events, config)
+        title=f"Training run: {run.name}", summary=_summary(run), chapters=(*seen, events, config)
     )
 
 

@@ -1,1 +1,1 @@
-"""Which records may be compared, and whether they differ."""
+"""Selection of comparable records, and tests of whether they differ."""

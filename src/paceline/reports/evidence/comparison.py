@@ -1,12 +1,13 @@
-"""Whether two measured times differ, judged by the spread of their samples.
+"""Tests whether two measured times differ, based on the spread of their samples.
 
-The one test of the project: is 1 inside of the interval of a ratio of medians? The interval of a
-median follows from the order of the values alone: the narrowest two of them that hold the median
-between them with 95%. Fewer than six values cannot hold it with that; then nothing is concluded.
+The project uses one test everywhere: does the confidence interval of the ratio of medians contain
+1? The interval of a median is distribution-free: the narrowest pair of order statistics that
+contains the median with at least 95% probability. No pair of fewer than six values reaches 95%, so
+the verdict is then "unknown".
 
-Strategies that take their steps in turn are compared round by round, so that what slowed both is
-not mistaken for a difference. What ran one after the other has no rounds, and the machine may have
-changed in between.
+Strategies with interleaved steps are compared round by round, which cancels slowdowns that affect
+both. Cases that ran one after the other have no common rounds, and the machine may have drifted in
+between. Their interval is widened to allow for that.
 """
 
 import dataclasses
@@ -19,29 +20,29 @@ from paceline.records import Metric
 Standing = Literal["less", "more", "alike", "unknown"]
 
 _FEWEST_SAMPLES = 6
-"""With fewer, not even the smallest and the largest hold the median between them with 95%."""
+"""With fewer, even the smallest and largest contain the median with less than 95%."""
 _DRIFT = 0.05
-"""What a machine may change from one run to the next."""
+"""Relative change in speed that a machine may show from one run to the next."""
 _TAILS = 40
-"""One part in so many of the probability may lie beyond either end of an interval."""
+"""At most 1 / `_TAILS` of the probability may lie beyond either end of an interval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A time as a multiple of another."""
+    """The ratio of two times, with its interval."""
 
     value: float
     """The ratio of the medians."""
     low: float
-    """The lower end of its interval."""
+    """Lower end of the interval."""
     high: float
-    """The upper end of its interval."""
+    """Upper end of the interval."""
     num_samples: int
     """The number of rounds, or the smaller of the two numbers of samples."""
 
     @property
     def standing(self) -> Standing:
-        """Whether the first is less than the second, more, or cannot be told apart from it."""
+        """Whether the first time is less, more, or not clearly different."""
         if self.num_samples < _FEWEST_SAMPLES:
             return "unknown"
         if self.high < 1:
@@ -50,9 +51,10 @@ class Ratio:
 
 
 def compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Ratio | None:
-    """Divides one metric by another; None where there is nothing to divide by.
+    """Returns the ratio of two metrics, or None if a baseline value is not positive.
 
-    Samples that both took in turn are compared round by round; in different numbers they cannot be.
+    With `in_turn`, interleaved samples are compared round by round. That requires equally many
+    samples; otherwise they are compared like separate runs.
     """
     subjects = subject.samples or (subject.value,)
     baselines = baseline.samples or (baseline.value,)
@@ -74,12 +76,13 @@ def compare(subject: Metric, baseline: Metric, *, in_turn: bool = False) -> Rati
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the two values that hold the median between them with at least 95%.
+    """Returns the two values that contain the median with at least 95% probability.
 
-    Of fewer than six these are the smallest and the largest, which hold it with less.
+    For fewer than six values, returns the smallest and largest, which contain it with less.
     """
     ordered = sorted(values)
-    # Each value lies below the median as a fair coin falls: leave out what the tail allows.
+    # Each value lies below the median with probability 1/2, so ranks follow a binomial
+    # distribution. Drop as many values at each end as its tail allows.
     outside, tail = 0, 1 + len(ordered)
     while _TAILS * tail <= 2 ** len(ordered):
         outside += 1
@@ -88,9 +91,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def stands_out(value: float, metric: Metric) -> bool | None:
-    """Whether one more sample lies beyond all of a metric's; None where these are too few.
+    """Returns whether a value lies outside the range of a metric's samples; None if too few.
 
-    The interval of the median would be too narrow: it leaves out most of many samples.
+    The interval of the median would be too narrow here: with many samples, it excludes most.
     """
     if len(metric.samples) < _FEWEST_SAMPLES:
         return None

@@ -1,4 +1,4 @@
-"""Which fields tell the records of a table or picture apart, and which they share."""
+"""Case fields of the records in a table or plot: which ones vary, which are shared, labels."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
 from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, MODEL_FIELDS
 
-# A model's name stands for its dimensions; they are shown only for shapes without a name.
+# A named model implies its dimensions, so these are shown only for unnamed shapes.
 _DIMENSIONS = MODEL_FIELDS[1:]
 _UNIT_SUFFIXES = {"_bits_per_s": "bit/s", "_bytes": "B"}
-# A bucket size, as torch and the courses name it: 2^20 bytes.
+# Unit suffix of bucket sizes. As in torch and the courses, "mb" means 2^20 bytes.
 _MEBIBYTES = "_mb"
-# What a record carries to be complete, and a reader rarely needs to see.
+# Default values that are not worth showing.
 _UNREMARKABLE = {
     "float32_matmul_precision": "highest",
     "activation_checkpointing": "none",
@@ -21,7 +21,7 @@ _UNREMARKABLE = {
 
 
 def single_kind(records: Sequence[Record]) -> str:
-    """Returns the kind that all records have; more than one is an error."""
+    """Returns the common kind of all records; raises UsageError if there is not exactly one."""
     kinds = sorted({record.kind for record in records})
     if len(kinds) != 1:
         found = ", ".join(kinds) or "no records"
@@ -43,20 +43,20 @@ def split_fields(records: Sequence[Record]) -> tuple[dict[str, CaseValue], list[
         elif (value := values.pop()) != _UNREMARKABLE.get(field):
             shared[field] = value
     if MEASURED_LINK_RATE in varying and LINK_RATE not in varying:
-        # Measured anew by every command: it tells no two cases apart.
+        # Every command measures this rate again, so it does not distinguish cases.
         varying.remove(MEASURED_LINK_RATE)
     return shared, varying
 
 
 def describe_fields(fields: dict[str, CaseValue]) -> str:
-    """Writes fields as a phrase, such as ``batch 4, precision float32``."""
+    """Formats fields as a phrase, such as ``batch 4, precision float32``."""
     return ", ".join(
         f"{field_label(name)} {field_text(name, value)}" for name, value in fields.items()
     )
 
 
 def describe_case(record: Record, varying: Sequence[str], separator: str = ", ") -> str:
-    """Names a record by what varies and applies to it."""
+    """Returns a name for a record, from the varying fields that apply to it."""
     case = record.case
     parts = [
         str(case[field])
@@ -69,23 +69,23 @@ def describe_case(record: Record, varying: Sequence[str], separator: str = ", ")
 
 
 def strategy_text(record: Record) -> str:
-    """Names a strategy with its bucket size, where it has one."""
+    """Returns the name of a strategy, with its bucket size if it has one."""
     size = record.case["bucket_size_mb"]
     name = str(record.case["strategy"])
     return name if size is None else f"{name} {field_text('bucket_size_mb', size)}"
 
 
 def strategy_case(record: Record, varying: Sequence[str]) -> str:
-    """Names a record by its strategy and bucket size, and by whatever else varies."""
+    """Returns a name for a record: strategy, bucket size, and other varying fields."""
     others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
     name = strategy_text(record)
     return f"{name}, {describe_case(record, others)}" if others else name
 
 
 def split_series(records: Sequence[Record], x_field: str) -> dict[str, list[Record]]:
-    """Groups measured records into lines of a picture: all that varies but the x axis.
+    """Groups measured records into the lines of a plot, one per combination of varying fields.
 
-    Each line is in order of its x field, and named by what tells it from the others.
+    Each line is sorted by `x_field` and named by the other varying fields.
     """
     _shared, varying = split_fields(records)
     apart = [field for field in varying if field not in (x_field, MEASURED_LINK_RATE)]
@@ -97,7 +97,7 @@ def split_series(records: Sequence[Record], x_field: str) -> dict[str, list[Reco
 
 
 def case_number(record: Record, field: str) -> float:
-    """Returns a case field that holds a number."""
+    """Returns a numeric case field; raises UsageError if it is not a number."""
     value = record.case[field]
     if not isinstance(value, int | float):
         raise UsageError(f"case.{field} of a {record.kind!r} record is {value!r}, not a number")
@@ -105,14 +105,14 @@ def case_number(record: Record, field: str) -> float:
 
 
 def field_label(field: str) -> str:
-    """Writes a case field's name for people; its unit is written with the value."""
+    """Returns the display name of a case field, without the unit, which `field_text` adds."""
     for suffix in (*_UNIT_SUFFIXES, _MEBIBYTES):
         field = field.removesuffix(suffix)
     return field.replace("_", " ")
 
 
 def field_text(field: str, value: CaseValue) -> str:
-    """Writes a case field's value for people."""
+    """Returns the display text of a case field's value."""
     if value is None:
         return "unshaped" if field == LINK_RATE else "n/a"
     for suffix, unit in _UNIT_SUFFIXES.items():

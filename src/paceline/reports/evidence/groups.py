@@ -1,8 +1,8 @@
-"""The records that a report is made of, and which of them may be laid side by side.
+"""The records behind a report, and groups of records that may be compared.
 
-A store holds whatever was measured, on several machines and in several ways. Figures may be
-compared when their cases agree in everything but what the question varies; of all such groups at a
-place, the one with the most to compare answers the question.
+A store holds measurements from several machines and configurations. Records are comparable if their
+cases differ only in the fields that a question varies. For each place (device, hardware, hosts and
+link rate), the group with the most measured cases answers the question.
 """
 
 import dataclasses
@@ -16,23 +16,22 @@ from paceline.records.store import case_key
 from paceline.reports.evidence.provenance import machine_of
 
 Predicate: TypeAlias = Callable[[Sequence[Record]], bool]
-"""What a group of records must show."""
+"""A condition on a group of records."""
 
 _PLACE = ("device", "hardware", "num_hosts", LINK_RATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The newest record of every case, and runs for scaling laws."""
+    """The newest record of every case, and training runs for scaling laws."""
 
     records: tuple[Record, ...]
     runs: pathlib.Path | None = None
-    """A file of training runs for the scaling-law question; without one it is answered for runs
-    that are made up."""
+    """File of training runs for the scaling-law question; without one, synthetic runs are used."""
 
     @classmethod
     def of(cls, records: Sequence[Record], runs: pathlib.Path | None = None) -> "Evidence":
-        """Keeps the newest of repeated cases: a failure does not hide figures that are known."""
+        """Keeps the newest record of each case; a failure never replaces a measurement."""
         kept: dict[object, Record] = {}
         for record in records:
             key = _identity(record)
@@ -41,7 +40,7 @@ class Evidence:
         return cls(records=tuple(kept.values()), runs=runs)
 
     def find(self, kind: str, **fields: CaseValue | tuple[CaseValue, ...]) -> list[Record]:
-        """Returns the measurements of a kind whose case has these values, or one of several."""
+        """Returns the records of a kind that match all `fields`; a tuple lists allowed values."""
         wanted = {
             name: values if isinstance(values, tuple) else (values,)
             for name, values in fields.items()
@@ -54,7 +53,7 @@ class Evidence:
         ]
 
     def predictions(self, kind: str) -> list[Record]:
-        """Returns what was predicted of a kind."""
+        """Returns the predictions for a kind."""
         return [
             record
             for record in self.records
@@ -62,13 +61,16 @@ class Evidence:
         ]
 
     def predictions_for(self, kind: str, measured: Sequence[Record]) -> list[Record]:
-        """Returns what was predicted of the very cases that were measured."""
+        """Returns the predictions for exactly the cases in `measured`."""
         keys = {join_key(record) for record in measured}
         return [record for record in self.predictions(kind) if join_key(record) in keys]
 
 
 def _identity(record: Record) -> object:
-    """Returns what a record replaces another of: its case, and its machine if that is not in it."""
+    """Returns the key under which newer records replace older ones.
+
+    The key is the case, plus the machine for kinds whose case does not name it.
+    """
     fields = record.measured_kind.join_key
     if "subject" not in fields or "hardware" in fields:
         return case_key(record)
@@ -78,9 +80,9 @@ def _identity(record: Record) -> object:
 def comparable_groups(
     records: Sequence[Record], over: Collection[str], *, holds: Predicate | None = None
 ) -> list[list[Record]]:
-    """Returns for every place the largest group of records that differ in nothing but `over`.
+    """Returns, for every place, the largest group of records that differ only in `over`.
 
-    At least one record of a group must be measured, and what the measured ones show must hold.
+    A group needs at least one measured record, and its measured records must satisfy `holds`.
     """
     groups: dict[frozenset[tuple[str, CaseValue]], list[Record]] = {}
     left_out = {*over, MEASURED_LINK_RATE}
@@ -99,17 +101,17 @@ def comparable_groups(
 
 
 def varies(field: str) -> Predicate:
-    """Returns whether records have at least two values of a field."""
+    """Returns a predicate: the records have at least two values of `field`."""
     return lambda records: len({record.case.get(field) for record in records}) > 1
 
 
 def includes(field: str, *values: CaseValue) -> Predicate:
-    """Returns whether records have all these values of a field among them."""
+    """Returns a predicate: the records include all of these values of `field`."""
     return lambda records: set(values) <= {record.case.get(field) for record in records}
 
 
 def _weight(group: Sequence[Record]) -> tuple[int, str]:
-    """Orders groups: more measured cases first, then newer ones."""
+    """Returns the sort key of a group: the number of measured cases, then the newest time."""
     return (
         sum(bool(record.metrics) for record in group),
         max(record.environment.time for record in group),

@@ -1,4 +1,4 @@
-"""The model of a step's case: its dimensions, its size, and what tells it from others."""
+"""The model in a record's case: dimensions, number of parameters, key and name."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _UNNAMED = "custom"
 
 
 def shape_of(record: Record) -> ModelShape | None:
-    """Returns the dimensions of a case's model; None where they are not told."""
+    """Returns the dimensions of a case's model; None if the case does not have them."""
     sizes: dict[str, Any] = {
         field: value
         for field in (*_DIMENSIONS, "num_kv_heads", "head_dim")
@@ -25,18 +25,18 @@ def shape_of(record: Record) -> ModelShape | None:
 
 
 def num_parameters(record: Record) -> int:
-    """Counts the parameters of a case's model; 0 for one whose dimensions are not told."""
+    """Returns the number of parameters of a case's model; 0 if its dimensions are unknown."""
     shape = shape_of(record)
     return 0 if shape is None else count_parameters(shape).total
 
 
 def model_key(record: Record) -> tuple[CaseValue, ...]:
-    """Returns all that tells a model from others: shapes without a name share one."""
+    """Returns a key that identifies a model; unnamed shapes differ only in their dimensions."""
     return tuple(record.case.get(field) for field in MODEL_FIELDS)
 
 
 def model_name(record: Record) -> str:
-    """Names a model, with its size where the name says nothing."""
+    """Returns the name of a model, with its number of parameters if it is unnamed."""
     name = str(record.case["model"])
     if name != _UNNAMED:
         return name

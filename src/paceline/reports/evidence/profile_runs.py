@@ -1,10 +1,10 @@
-"""Which records of profiles belong together: the cases of most of them name no machine.
+"""Groups profile records by run, since the cases of most of them do not name a machine.
 
-What a trace tells is filed under a subject, such as ``small, batch 4, context 256, float32, naive
-attention, train``, and two machines, or two runs on one machine, use the same one. Their figures
-must never share a table, so records are told apart by the machine and the moment of their
-environments. Of each machine the newest run counts that still has all of its records: where a store
-keeps only the newest record of a case, another run may have replaced some.
+Trace records are stored under a subject, such as ``small, batch 4, context 256, float32, naive
+attention, train``. Two machines, or two runs on one machine, use the same subject, but their
+figures must never share a table. Records are therefore grouped by the machine and time of their
+environment. For each machine, the newest complete run is used: in a store that keeps only the
+newest record of a case, a later run may have replaced part of an earlier one.
 """
 
 import dataclasses
@@ -16,26 +16,26 @@ from paceline.reports.evidence.provenance import machine_of, moment_of, same_run
 from paceline.traces.records import ALL_OPERATORS
 
 _NUM_SEPARATORS = 5
-"""Between the six parts of a subject: model, batch, context, precision, attention, phase."""
+"""Commas between the six parts of a subject: model, batch, context, precision, attention, phase."""
 _PHASES = (", forward", ", train")
 _ROUNDING = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileRun:
-    """What one run found of one step."""
+    """The records of one profiled step from one run."""
 
     subject: str
     operators: tuple[Record, ...]
     expected: tuple[Record, ...]
-    """The matmul FLOPs of the formula."""
+    """Matmul FLOPs predicted by the formula."""
     steps: tuple[Record, ...]
-    """The traced steps as a whole."""
+    """Records of whole traced steps."""
     memory: Record | None
-    """Memory over the step; its case says all of model, device and hardware."""
+    """Memory over the step; its case describes model, device and hardware in full."""
 
     def in_range(self, name: str, *, of_kinds: bool) -> list[Record]:
-        """Returns kinds of work, or single operators, of a range; the longest first."""
+        """Returns the kinds of work or the single operators of a range, longest first."""
         found = [
             record
             for record in self.operators
@@ -46,12 +46,12 @@ class ProfileRun:
 
 
 def own_time_s(record: Record) -> float:
-    """Returns what an operator or a kind of work took by itself."""
+    """Returns the self time of an operator or a kind of work."""
     return record.metrics["own_time_s"].value
 
 
 def subject_of(record: Record) -> str:
-    """Returns the subject under which the operators and allocations of a step are filed."""
+    """Returns the subject under which the operators and allocations of a step are stored."""
     case = record.case
     return (
         f"{case['model']}, batch {case['batch']}, context {case['context']}, "
@@ -60,7 +60,7 @@ def subject_of(record: Record) -> str:
 
 
 def find_profile_runs(evidence: Evidence) -> list[ProfileRun]:
-    """Returns the newest whole run of every step on every machine."""
+    """Returns the newest complete run of every step on every machine."""
     by_subject: dict[str, list[Record]] = {}
     for record in evidence.find("operator"):
         subject = str(record.case["subject"])
@@ -90,7 +90,7 @@ def _gather(evidence: Evidence, subject: str, operators: Sequence[Record]) -> Pr
 
 
 def _newest_whole(records: Sequence[Record]) -> list[list[Record]]:
-    """Returns of each machine the newest run that has all of its records."""
+    """Returns the newest complete run of each machine."""
     machines: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         machines.setdefault(machine_of(record), []).append(record)
@@ -99,7 +99,7 @@ def _newest_whole(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
-    """Divides what one machine measured by run, the newest first."""
+    """Groups the records of one machine by run, newest first."""
     runs: list[list[Record]] = []
     for record in sorted(records, key=moment_of, reverse=True):
         if not runs or not same_run(runs[-1][0], record):
@@ -109,7 +109,7 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _is_whole(operators: Sequence[Record]) -> bool:
-    """Whether the kinds of work of every range make up all of its time."""
+    """Returns whether the shares of the kinds of work add up to 1 in every range."""
     if not all(record.metrics for record in operators):
         return False
     shares = {record.case["range"]: 0.0 for record in operators if own_time_s(record)}

@@ -1,4 +1,4 @@
-"""Which records come from one machine, and which from one run of a command."""
+"""The origin of records: the machine, the run of a command, the environment."""
 
 import collections
 import datetime
@@ -9,29 +9,29 @@ from paceline.records import Environment, Record
 from paceline.records.kinds import LINK_RATE
 
 _STAMPING = datetime.timedelta(seconds=2)
-"""A command stamps the records of a run one after the other within this time."""
+"""Timestamps of records from one run of a command differ by at most this."""
 
 
 def machine_of(record: Record) -> tuple[object, ...]:
-    """Returns what tells the machine of a record from others."""
+    """Returns a key that identifies the machine of a record."""
     there = record.environment
     return (there.processor, there.num_processors, there.memory_bytes, there.devices)
 
 
 def moment_of(record: Record) -> datetime.datetime:
-    """Returns when a record was made."""
+    """Returns the time at which a record was created."""
     moment = datetime.datetime.fromisoformat(record.environment.time)
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
 
 
 def same_run(first: Record, second: Record) -> bool:
-    """Whether two records were made by one run of a command."""
+    """Returns whether two records come from the same run of a command."""
     apart = abs(moment_of(first) - moment_of(second))
     return machine_of(first) == machine_of(second) and apart <= _STAMPING
 
 
 def describe_topology(record: Record) -> str:
-    """Names the hardware of a case, and its links where they were shaped."""
+    """Returns the hardware and hosts of a case, and the rate of its links if shaped."""
     case = record.case
     parts = [str(case.get("hardware", record.environment.processor))]
     if "num_hosts" in case:
@@ -44,13 +44,13 @@ def describe_topology(record: Record) -> str:
 
 
 def describe_machines(records: Sequence[Record]) -> tuple[str, ...]:
-    """Returns a line for every machine that the records come from, whatever ran on it."""
+    """Returns one line per machine with its number of records, regardless of software."""
     counts = collections.Counter(_hardware(record.environment) for record in records)
     return tuple(f"{machine}: {count} records" for machine, count in counts.items())
 
 
 def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
-    """Returns a line for every environment that the records come from."""
+    """Returns one line per environment of the records, with the dates of measurement."""
     times: dict[str, list[str]] = {}
     for record in records:
         times.setdefault(describe_environment(record.environment), []).append(
@@ -65,7 +65,7 @@ def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def describe_environment(environment: Environment) -> str:
-    """Returns the hardware and the software of an environment in one line."""
+    """Returns the hardware and software of an environment on one line."""
     packages = (f"{name} {version}" for name, version in environment.packages.items())
     software = ", ".join((f"Python {environment.python}", *packages))
     version = f"paceline {environment.paceline}"

@@ -1,7 +1,7 @@
-"""What has become slower or larger between two stores of the same cases.
+"""Finds regressions between two stores of the same cases.
 
-Times and bytes are compared, of which less is better. A change counts where it is larger than what
-is tolerated and, for a metric with samples, beyond what their spread explains.
+Only times and bytes are compared; for both, less is better. A change counts if it exceeds the
+tolerance and, for metrics with several samples, if their spread does not explain it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Change:
     """One metric of one case, before and after."""
 
     record: Record
-    """Of the case, after."""
+    """The record of the case in the second store."""
     metric: str
     before: Metric
     after: Metric
@@ -32,24 +32,24 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreComparison:
-    """Two stores, case by case."""
+    """The comparison of two stores."""
 
     changes: tuple[Change, ...]
-    """What is worst first."""
+    """All compared metrics, the largest increase first."""
     num_only_before: int
-    """Cases that the second store lacks, or that failed there."""
+    """Number of cases that are missing or failed in the second store."""
     num_only_after: int
 
     @property
     def worse(self) -> tuple[Change, ...]:
-        """What has become worse."""
+        """The changes for the worse."""
         return tuple(change for change in self.changes if change.verdict == "worse")
 
 
 def compare_stores(
     before: Iterable[Record], after: Iterable[Record], tolerance: float
 ) -> StoreComparison:
-    """Joins two stores by their cases; of a case that was measured twice the newest counts."""
+    """Compares two stores case by case, using the last record of each case."""
     old, new = (
         {case_key(each): each for each in latest_per_case(records) if each.outcome == "ok"}
         for records in (before, after)
@@ -90,7 +90,7 @@ def _compared(before: Record, after: Record) -> Sequence[str]:
 
 
 def _verdict(ratio: Ratio, tolerance: float) -> Verdict:
-    # One value has no spread: bytes are exact, and a time of one sample is all there is.
+    # A single value has no spread. Bytes are exact; a single time is taken at face value.
     can_tell = ratio.num_samples == 1
     if ratio.value > 1 + tolerance and (can_tell or ratio.standing == "more"):
         return "worse"

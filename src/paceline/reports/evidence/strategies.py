@@ -1,4 +1,4 @@
-"""Strategies that were measured side by side, and the figures that they are compared by."""
+"""Records of data-parallel strategies, and the metrics that they are compared by."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from paceline.reports.evidence.groups import Evidence, comparable_groups, includ
 from paceline.reports.evidence.provenance import same_run
 
 STRATEGIES = ("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp")
-"""In the order in which they are told."""
+"""Strategies in display order."""
 OVER = ("strategy", "bucket_size_mb")
-"""The case fields that tell strategies apart."""
+"""Case fields that distinguish strategies."""
 EXPOSED = "exposed_communication_s"
 _STEP = "step_time_s"
 
 
 def strategy_groups(evidence: Evidence, *needed: str) -> list[list[Record]]:
-    """Returns for every place a group of measured strategies, all that are needed among them."""
+    """Returns, for every place, a group of measured strategies that includes all in `needed`."""
     found = [
         record
         for record in evidence.find("ddp", strategy=STRATEGIES, compile="none")
@@ -27,26 +27,26 @@ def strategy_groups(evidence: Evidence, *needed: str) -> list[list[Record]]:
 
 
 def has_peers(record: Record) -> bool:
-    """Returns whether there is anybody to send to: a single rank sends nothing."""
+    """Returns whether the world size exceeds 1; a single rank sends nothing."""
     return case_number(record, "world_size") > 1
 
 
 def of_strategies(group: Sequence[Record], *names: str) -> list[Record]:
-    """Returns those of a group that follow one of these strategies, in the order of the names."""
+    """Returns the records of the named strategies, in the order of `names`."""
     return [record for name in names for record in group if record.case["strategy"] == name]
 
 
 def step_seconds(record: Record) -> float:
-    """Returns the time of a step."""
+    """Returns the step time."""
     return record.metrics[_STEP].value
 
 
 def exposed_seconds(record: Record) -> float:
-    """Returns what a step waits for communication when backward is over."""
+    """Returns the exposed communication: the wait for communication after backward."""
     return record.metrics[EXPOSED].value
 
 
 def strategy_ratio(subject: Record, baseline: Record, metric: str = _STEP) -> Ratio | None:
-    """Compares the steps of two strategies; only those of one run took their steps in turn."""
+    """Compares two strategies; round by round within one run, whose steps are interleaved."""
     in_turn = same_run(subject, baseline)
     return compare(subject.metrics[metric], baseline.metrics[metric], in_turn=in_turn)

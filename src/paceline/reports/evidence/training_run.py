@@ -1,4 +1,4 @@
-"""A run of the trainer, read from its directory."""
+"""Reads a training run from its directory."""
 
 import dataclasses
 import os
@@ -24,41 +24,44 @@ from paceline.training.run_files import CONFIG, ENVIRONMENT, EXPECTATION, METRIC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """What a run has left behind so far."""
+    """The files of a finished or running training run."""
 
     name: str
-    """Of its directory."""
+    """Name of the run directory."""
     config: str
     """The resolved config, as TOML."""
     environment: Environment
-    """Of its last attempt."""
+    """Environment of the last attempt."""
     expected: Expectation
-    """What was known beforehand."""
+    """Predictions and limits from before the first step."""
     rows: tuple[MetricsRow, ...]
 
     @property
     def steps(self) -> list[StepRow]:
-        """Its steps."""
+        """The rows of steps."""
         return [row for row in self.rows if isinstance(row, StepRow)]
 
     @property
     def evaluations(self) -> list[EvaluationRow]:
-        """What it was worth on held-out text."""
+        """The rows of evaluations on held-out text."""
         return [row for row in self.rows if isinstance(row, EvaluationRow)]
 
     @property
     def events(self) -> list[EventRow]:
-        """What happened to it."""
+        """The rows of events."""
         return [row for row in self.rows if isinstance(row, EventRow)]
 
     @property
     def resumptions(self) -> list[int]:
-        """The steps after which it was started again."""
+        """The steps after which the run was resumed."""
         return [row.step for row in self.events if row.name == STARTED and row.step > 0]
 
 
 def read_run(directory: str | os.PathLike[str]) -> TrainingRun:
-    """Reads a run, which may be going on."""
+    """Reads a run, which may still be in progress.
+
+    Raises UsageError if the directory lacks a file of a run.
+    """
     place = pathlib.Path(directory)
     missing = [
         name for name in (CONFIG, ENVIRONMENT, EXPECTATION, METRICS) if not (place / name).is_file()

@@ -1,1 +1,1 @@
-"""Records as figures."""
+"""Plots of records."""

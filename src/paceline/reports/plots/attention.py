@@ -1,7 +1,7 @@
-"""Pictures of attention by sequence length, on log axes.
+"""Plots of attention by sequence length, on log axes.
 
-One implementation is drawn as one picture, a line for each case; several are compared in panels,
-one for each head dim and dtype, in which an implementation always has the same colour.
+A single implementation has one set of axes with a line per case. Several implementations are
+compared in panels, one per head dim and dtype; each implementation has a fixed colour.
 """
 
 from collections.abc import Sequence
@@ -18,29 +18,30 @@ from paceline.reports.evidence.fields import case_number, describe_case, split_f
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, new_figure, subtitle
 
 _LINES: tuple[tuple[str, Literal["-", "--"]], ...] = (("o", "-"), ("s", "--"))
-"""The marker and dashes of each metric."""
+"""Marker and line style of each metric."""
 _MARKER_SIZE = 4.0
 _IMPLEMENTATION_COLORS = dict(zip(get_args(AttentionKind), COLORS, strict=False))
-# Those that store no scores may keep the same to the byte: each shows around the next.
+# Implementations that store no scores may save exactly the same bytes. Different marker sizes keep
+# all of them visible.
 _MARKER_SIZES: dict[AttentionKind, float] = {"tiled": 7.0, "sdpa": 4.5, "triton": 2.5}
 _MOST_COLUMNS = 4
 _PANEL_INCHES = (3.0, 2.6)
 _LEGEND_INCHES = 1.7
 _SMALLEST_WIDTH_INCHES = 8.0
 _LENGTHS_SIDE_BY_SIDE = 5
-"""More lengths than these have their numbers written upwards."""
+"""With more lengths than this, tick labels are vertical."""
 _MARK_HEIGHT = 0.05
-"""Of a panel, for the row of marks of an implementation's cases without numbers."""
+"""Height of a row of marks for failed cases, as a share of the panel."""
 
 
 class _Quantity(NamedTuple):
-    """What is drawn: two metrics on one axis."""
+    """Two metrics on a common axis."""
 
     name: str
     metrics: dict[str, str]
-    """The two metrics by their labels, the first solid and the second dashed."""
+    """Metrics by label; the first is drawn solid, the second dashed."""
     scale: float
-    """The factor from a metric's unit to the axis's."""
+    """Factor from the unit of the metrics to that of the axis."""
     unit: str
 
 
@@ -51,7 +52,7 @@ MEMORY = _Quantity("memory", _SIZES, scale=1 / MIB, unit="MiB")
 
 
 def plot_attention(quantity: _Quantity, records: Sequence[Record]) -> Figure:
-    """Draws both passes, or the memory kept for backward and the peak, by sequence length."""
+    """Draws time (forward, backward) or memory (saved for backward, peak) by sequence length."""
     implementations = {record.case["implementation"] for record in records}
     if len(implementations) > 1:
         return _plot_panels(quantity, records)
@@ -84,7 +85,7 @@ def _draw_line(
     name: str,
     marker_size: float = _MARKER_SIZE,
 ) -> None:
-    """Draws one line for each metric of records that are in order of their length."""
+    """Draws a line per metric; `chosen` must be sorted by length."""
     for (marker, dashes), (label, metric) in zip(_LINES, quantity.metrics.items(), strict=True):
         axes.plot(
             [case_number(record, "context") for record in chosen],
@@ -108,7 +109,7 @@ def _set_length_axis(axes: Axes, records: Sequence[Record]) -> None:
 def _plot_panels(quantity: _Quantity, records: Sequence[Record]) -> Figure:
     panels = _split_panels(records)
     num_widths = len({record.case["head_dim"] for record in records})
-    # A column for each head dim, so that dtypes are rows; else one for each panel.
+    # One column per head dim, so that dtypes are rows. With one head dim, one column per panel.
     num_columns = min(_MOST_COLUMNS, num_widths if num_widths > 1 else len(panels))
     num_rows = -(-len(panels) // num_columns)
     width = max(_SMALLEST_WIDTH_INCHES, _LEGEND_INCHES + _PANEL_INCHES[0] * num_columns)
@@ -137,7 +138,7 @@ def _plot_panels(quantity: _Quantity, records: Sequence[Record]) -> Figure:
 
 
 def _split_panels(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Groups records by what tells measurements apart, but length and implementation."""
+    """Groups records by the varying key fields other than length and implementation."""
     _shared, varying = split_fields(records)
     join_key = records[0].measured_kind.join_key
     within = ("context", "implementation")
@@ -160,9 +161,9 @@ def _draw_panel(axes: Axes, records: Sequence[Record], quantity: _Quantity) -> N
 
 
 def _mark_unmeasured(grid: Sequence[Axes], panels: Sequence[Sequence[Record]]) -> None:
-    """Marks cases without numbers along the top, in a row for each implementation that has some.
+    """Marks failed cases along the top, with a row per implementation that has any.
 
-    The panels share an axis, so making room in one makes it in all.
+    The panels share the y axis, so extending one extends all.
     """
     missing = [[record for record in records if not record.metrics] for records in panels]
     present = {record.case["implementation"] for records in missing for record in records}
@@ -182,7 +183,7 @@ def _mark_unmeasured(grid: Sequence[Axes], panels: Sequence[Sequence[Record]]) -
 
 
 def _add_legend(figure: Figure, records: Sequence[Record], labels: Sequence[str]) -> None:
-    """Says once for all panels what colours, dashes and crosses are."""
+    """Adds one legend for the colours, line styles and crosses of all panels."""
     present = {record.case["implementation"] for record in records}
     handles = [
         Line2D([], [], color=color, linewidth=4, label=name)

@@ -1,4 +1,4 @@
-"""Predicted steps against measured ones, as a picture."""
+"""Plot of predicted against measured step times."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Figure:
-    """Draws every case with its interval; the first so many of them count in the summary."""
+    """Draws every case with its interval; only the first `counted` enter the summary."""
     figure = blank_figure("Step time: predicted against measured", (7.2, 6.4))
     axes = figure.subplots()
     axes.set_title(summary_text(held_out[:counted]), fontsize="x-small", color=GRAY, wrap=True)

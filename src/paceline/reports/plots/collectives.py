@@ -1,4 +1,4 @@
-"""Throughput of collectives by message size, beside what the link could carry."""
+"""Plot of collective throughput by message size, with the line rate."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from paceline.reports.evidence.fields import case_number, split_series
 from paceline.reports.plots.style import COLORS, GRAY, new_figure
 
 _ROOM = 2.0
-"""Factor below the lowest and above the highest curve, so that equal bandwidths look equal."""
+"""Factor by which the y axis is extended at both ends, so that small differences look small."""
 
 
 def plot_communication(records: Sequence[Record]) -> Figure:
-    """Draws algorithm bandwidth by size, a curve per number of ranks, and the theoretical one."""
+    """Draws algorithm bandwidth by message size, with the ceiling from the link's line rate."""
     from paceline.accounting.communication.collectives import bus_factor
 
     figure, axes = new_figure("Throughput of collectives", records)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    # Plain numbers, also where all bandwidths lie close together.
+    # Plain tick labels, even if all bandwidths lie within one decade.
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -37,7 +37,7 @@ def plot_communication(records: Sequence[Record]) -> Figure:
         link = find_link(case)
         factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
         has_line_rate = has_line_rate or link is not None
-        # One rank sends nothing, so that no link limits it.
+        # A single rank sends nothing, so no link limits it.
         if link is not None and factor > 0:
             ceiling = link.bytes_per_s / factor / GB
             ends = [sizes[0], sizes[-1]]
@@ -52,6 +52,6 @@ def plot_communication(records: Sequence[Record]) -> Figure:
     axes.set_ylim(low / _ROOM, high * _ROOM)
     axes.set_xlabel("message size (bytes)")
     axes.set_ylabel("algorithm bandwidth (GB/s)")
-    # Below the picture: the curves lie anywhere in it.
+    # Outside the axes, because curves may lie anywhere inside.
     figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     return figure

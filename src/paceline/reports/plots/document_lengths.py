@@ -1,4 +1,4 @@
-"""A histogram of how long the documents of a dataset are."""
+"""Histogram of the document lengths of a dataset."""
 
 from matplotlib.figure import Figure
 
@@ -8,12 +8,12 @@ from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 
 
 def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: int) -> Figure:
-    """Draws documents by their length in tokens, and where a sequence of the context ends.
+    """Draws the number of documents by length in tokens, and marks the context length.
 
     Args:
-        lengths: The documents, counted.
+        lengths: The document counts by length.
         what: The dataset and split, for the subtitle.
-        context_length: Tokens of a training sequence.
+        context_length: Tokens per training sequence.
     """
     figure = blank_figure("Documents by length")
     axes = figure.subplots()
@@ -30,7 +30,7 @@ def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: i
         color=GRAY,
     )
     if context_length < 2 ** len(lengths.counts):
-        # The left edge of a bar is its power of two.
+        # The left edge of a bar stands for its power of two.
         exponent = context_length.bit_length() - 1
         place = exponent + (context_length / 2**exponent - 1) - 0.5
         axes.axvline(place, color=COLORS[1], linestyle="--")

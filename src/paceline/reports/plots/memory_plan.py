@@ -1,4 +1,4 @@
-"""Predicted memory of a training step at its three instants, stacked by what it is for."""
+"""Plot of the predicted memory of a training step at three instants, by category."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ _HEADROOM = 1.12
 def plot_memory_plan(
     instants: Mapping[str, MemoryParts], *, title: str, device: Device | None = None
 ) -> Figure:
-    """Draws what a rank holds as a bar per instant; with a device also a line at what it has."""
+    """Draws the memory of a rank as a bar per instant, with a line at the device's capacity."""
     figure = blank_figure("Predicted memory of a training step", (7.5, 4.8))
     axes = figure.subplots()
     axes.set_title(title, fontsize="small", color=GRAY)

@@ -1,4 +1,4 @@
-"""Memory over one training step, stacked by what it is for."""
+"""Plot of memory over one training step, stacked by category."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from paceline.reports.plots.style import GRAY, MEMORY_STYLES, blank_figure, memo
 _PARTS = ("parameters", "optimizer_state", "other", "gradients", "activations", "temporary")
 _PHASES = ("forward", "backward", "optimizer")
 _NARROW = 0.1
-"""A phase that is a smaller part of the step has its name written upwards."""
+"""Phases below this share of the step have vertical labels."""
 
 
 def plot_memory_timeline(records: Sequence[Record]) -> Figure:
-    """Draws a panel per step, all on one scale of memory."""
+    """Draws a panel per step, all with the same memory axis."""
     chosen = [record for record in records if record.kind != PREDICTION and record.metrics]
     _shared, varying = split_fields(chosen)
     figure = blank_figure("Memory over one training step", (8.0, 1.6 + 3.0 * len(chosen)))

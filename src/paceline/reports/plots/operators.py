@@ -1,4 +1,4 @@
-"""Time of a traced step by kind of work, phase by phase."""
+"""Plot of the time of a traced step by phase and kind of work."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,15 @@ from paceline.reports.plots.style import COLORS, GRAY, add_label, blank_figure
 _PHASES = ("forward", "backward", "optimizer")
 _REST = "the rest"
 _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "")
-"""They tell kinds apart in grey."""
+"""Distinguish kinds of work in greyscale."""
 
 
 def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
-    """Draws a bar for every phase of one step, divided by kind of work."""
+    """Draws a bar per phase of one step, divided by kind of work."""
     phases = [phase for phase in _PHASES if any(each.case["range"] == phase for each in kinds)]
     figure = blank_figure("Time of one step by kind of work", (8.0, 1.8 + 0.6 * len(phases)))
     axes = figure.subplots()
-    # A dollar sign in a name must not begin a formula.
+    # A dollar sign in a name must not start a formula.
     axes.set_title(subject, fontsize="x-small", color=GRAY, parse_math=False)
     ends = dict.fromkeys(phases, 0.0)
     for index, (name, by_phase) in enumerate(_stack(kinds, phases).items()):
@@ -50,7 +50,7 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
 
 
 def _stack(kinds: Sequence[Record], phases: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns seconds by kind and phase, the longest kinds first and small ones as one."""
+    """Returns seconds by kind of work and phase, longest first, with small kinds merged."""
     seconds: dict[str, dict[str, float]] = {}
     for record in kinds:
         by_phase = seconds.setdefault(str(record.case["work"]), dict.fromkeys(phases, 0.0))

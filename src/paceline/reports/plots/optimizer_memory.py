@@ -1,4 +1,4 @@
-"""What the memory of a step holds by strategy, measured and predicted."""
+"""Plot of the memory of a step by strategy and category, measured and predicted."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ _SMALL = {"fontsize": "x-small", "color": GRAY}
 
 
 def plot_optimizer_memory(records: Sequence[Record]) -> Figure:
-    """Draws a panel per instant: per strategy a measured bar and, hatched, the predicted one."""
+    """Draws a panel per instant, with a measured and a hatched predicted bar per strategy."""
     measured = [record for record in records if record.kind != PREDICTION and record.metrics]
     predicted = {join_key(record): record for record in records if record.kind == PREDICTION}
     _shared, varying = split_fields(measured)

@@ -1,9 +1,9 @@
-"""The stages of pipelines on one axis of time: what each rank does when, by micro-batch.
+"""Timelines of pipeline stages: the work of each rank over time, by micro-batch.
 
-Every layout has a panel and every rank a lane. A piece of work carries the number of its
-micro-batch; of ranks with several stages, the pieces of later ones are darker. What is white is
-idle, and the title says why: the measured bubble, made of what the order of the pieces costs and of
-exposed communication, and the imbalance of the stages (medians over the steps).
+Every layout has a panel and every rank a lane. Each piece of work shows the number of its
+micro-batch. If a rank has several stages, later stages are darker. White is idle time. The panel
+title splits idle time into the measured bubble and the imbalance of the stages, and the bubble into
+the cost of the schedule's order and exposed communication (medians over the steps).
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ _PHASES = {
 _NAMES = {"weights": "gradients of weights"}
 _LANE_INCHES = 0.42
 _SMALLEST_LABEL = 0.012
-"""A piece that is a smaller part of the axis has no room for its number."""
+"""Pieces below this share of the axis are too narrow for a label."""
 
 
 def plot_pipelines(records: Sequence[Record]) -> Figure:
-    """Draws a step of every layout that has a pipeline."""
+    """Draws one step of every layout with a pipeline."""
     measured = [record for record in records if record.kind != PREDICTION and record.metrics]
     predicted = {record.case["layout"]: record for record in records if record.kind == PREDICTION}
     lanes = [len(_ranks(record)) for record in measured]

@@ -1,4 +1,4 @@
-"""The pictures by name, and which of them a set of records allows."""
+"""All plots by name, and selection of those that a set of records supports."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ from paceline.reports.plots.step import plot_step_time, plot_warmup
 from paceline.reports.plots.strategies import plot_bucket_size, plot_strategies
 from paceline.reports.plots.traces import plot_timelines
 
-# Each plot with the kind of record it draws and the field that must vary for it to make sense.
+# Each plot with the kind of record that it draws and the field that must vary, if any.
 PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] = {
     "step-time": ("step", None, partial(plot_step_time, "phase")),
     "warmup": ("step", "warmup", plot_warmup),
@@ -36,7 +36,7 @@ PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] =
 
 
 def drawable_plots(records: Sequence[Record]) -> list[str]:
-    """Returns the plots for which there are records, and values to compare."""
+    """Returns the names of plots that have records and, if a field must vary, two values of it."""
     names = []
     for name, (kind, field, _draw) in PLOTS.items():
         chosen = _measured(records, kind)
@@ -48,7 +48,7 @@ def drawable_plots(records: Sequence[Record]) -> list[str]:
 
 
 def draw(name: str, records: Sequence[Record]) -> Figure:
-    """Draws one of `PLOTS` from those of the records that it is about."""
+    """Draws one of `PLOTS` from the records of its kind and their predictions."""
     kind, _field, plot = PLOTS[name]
     if not _measured(records, kind):
         raise UsageError(f"nothing to draw for {name!r}: the store has no {kind!r} measurements")

@@ -1,4 +1,4 @@
-"""Pictures of training steps: phases side by side, and what warm-up does."""
+"""Plots of training steps: time by phase, and the effect of warm-up."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _PHASES = ("forward", "backward", "optimizer")
 
 
 def plot_step_time(by: str, records: Sequence[Record]) -> Figure:
-    """Draws the phases of each step side by side, with the deviation of the samples."""
+    """Draws the phases of each step side by side, with standard deviations."""
     figure, axes = new_figure(f"Time of one training step by {by}", records)
     _shared, varying = split_fields(records)
     width = 0.8 / len(_PHASES)
@@ -26,7 +26,7 @@ def plot_step_time(by: str, records: Sequence[Record]) -> Figure:
             [place + (index - 1) * width for place in places],
             [value.value * 1e3 for value in chosen],
             width,
-            # No time is negative, however far the samples spread.
+            # Clip error bars at zero: times are never negative.
             yerr=[
                 [min(value.std or 0.0, value.value) * 1e3 for value in chosen],
                 [(value.std or 0.0) * 1e3 for value in chosen],
@@ -48,7 +48,7 @@ def plot_step_time(by: str, records: Sequence[Record]) -> Figure:
 
 
 def plot_warmup(records: Sequence[Record]) -> Figure:
-    """Draws every sample by the number of warm-up steps, and mean and deviation over them."""
+    """Draws every sample by number of warm-up steps, with mean and standard deviation."""
     figure, axes = new_figure("What warm-up does to a measurement", records)
     series = split_series(records, "warmup")
     counts = sorted(

@@ -1,4 +1,4 @@
-"""Training steps by strategy, and exposed communication by bucket size beside the prediction."""
+"""Plots of step time by strategy, and of exposed communication by bucket size."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _SAMPLES_WITH_QUARTILES = 4
 
 
 def plot_strategies(records: Sequence[Record]) -> Figure:
-    """Draws a bar per strategy, divided into the phases of its step."""
+    """Draws a bar per strategy, divided into phases."""
     chosen = [record for record in records if record.kind != PREDICTION and record.metrics]
     figure, axes = new_figure("One training step by strategy", chosen)
     _shared, varying = split_fields(chosen)
@@ -25,7 +25,7 @@ def plot_strategies(records: Sequence[Record]) -> Figure:
     left = [0.0] * len(chosen)
     for name, color in PHASE_COLORS.items():
         metric = EXPOSED if name == "exposed communication" else f"{name}_time_s"
-        # A strategy that gathers its parameters does not tell communication from backward.
+        # Strategies that all-gather parameters do not separate communication from backward.
         known = [record.metrics.get(metric) for record in chosen]
         widths = [0.0 if value is None else value.value * 1e3 for value in known]
         axes.barh(places, widths, left=left, color=color, label=name, height=0.7)
@@ -43,16 +43,13 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
     """Draws exposed communication by bucket size: measured, predicted, and sqrt(s w o)."""
     from paceline.accounting.communication.overlap import balanced_bucket_bytes
 
-    measured = [
-        record
-        for record in records
-        if record.kind != PREDICTION
-        and record.metrics
-        and isinstance(record.case["bucket_size_mb"], int | float)
+    sized = [
+        record for record in records if isinstance(record.case.get("bucket_size_mb"), int | float)
     ]
-    # A store may hold other predictions of the same steps, of nothing but their time.
+    measured = [record for record in sized if record.kind != PREDICTION and record.metrics]
+    # A store may hold other predictions for the same steps that have only a step time.
     predicted = [
-        record for record in records if record.kind == PREDICTION and EXPOSED in record.metrics
+        record for record in sized if record.kind == PREDICTION and EXPOSED in record.metrics
     ]
     figure, axes = new_figure("Exposed communication by bucket size", measured)
     axes.set_xscale("log")

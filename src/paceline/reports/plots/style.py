@@ -1,7 +1,7 @@
-"""What all pictures share: size, colours, a subtitle that makes them self-contained, files.
+"""Common style of all plots: size, colours, subtitles, output files.
 
-A picture's subtitle holds what all its records share, so that it can be read away from the
-page it was made for. Files are reproducible: the same records give the same bytes.
+The subtitle lists the case fields that all records share, so that a plot can be understood outside
+its page. Files are reproducible: the same records give the same bytes.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ PHASE_COLORS = {
     "exposed communication": COLORS[1],
     "optimizer": COLORS[4],
 }
-# From what is always there to what comes and goes; hatches tell neighbours apart in grey.
+# From permanent to short-lived memory; hatches distinguish neighbours in greyscale.
 MEMORY_STYLES = {
     "parameters": ("#30435c", ""),
     "optimizer_state": ("#5b7ba3", "///"),
@@ -35,7 +35,7 @@ MEMORY_STYLES = {
     "activations": ("#8fbf9a", ""),
     "temporary": ("#f0d26b", "..."),
 }
-"""The colour and hatch of each part of memory."""
+"""Colour and hatch of each memory category."""
 _LIGHT_GRAY = "#c9d1d9"
 _BACKGROUND = "#0d1117"
 _DARK: dict[Any, Any] = {
@@ -49,14 +49,14 @@ _SUBTITLE_CHARACTERS = 110
 
 
 def blank_figure(title: str, size_inches: tuple[float, float] = _SIZE_INCHES) -> Figure:
-    """Returns a picture that has a title and nothing else."""
+    """Returns an empty figure with a title."""
     figure = Figure(figsize=size_inches, layout="constrained")
     figure.suptitle(title, fontweight="bold")
     return figure
 
 
 def add_grid(axes: Axes, axis: Literal["x", "y", "both"]) -> None:
-    """Draws faint lines behind the data, and no frame above or to the right of it."""
+    """Adds faint grid lines behind the data and removes the top and right spines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=axis, alpha=0.3)
     axes.set_axisbelow(True)
@@ -65,12 +65,12 @@ def add_grid(axes: Axes, axis: Literal["x", "y", "both"]) -> None:
 def add_label(
     axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any
 ) -> None:
-    """Writes what a point is called, at an offset of so many typographic points from it."""
+    """Adds a label to a point, at an offset in typographic points."""
     axes.annotate(text, point, offset, textcoords="offset points", **style)
 
 
 def new_figure(title: str, records: Sequence[Record]) -> tuple[Figure, Axes]:
-    """Returns an empty picture with its title, and with what the records share below it."""
+    """Returns an empty figure with a title and the shared fields of the records as subtitle."""
     figure = blank_figure(title)
     axes = figure.subplots()
     axes.set_title(subtitle(records), fontsize="x-small", color=GRAY)
@@ -79,13 +79,13 @@ def new_figure(title: str, records: Sequence[Record]) -> tuple[Figure, Axes]:
 
 
 def subtitle(records: Sequence[Record]) -> str:
-    """Returns what the records share, in lines that fit below a title."""
+    """Returns the shared fields of the records, wrapped to fit below a title."""
     shared, _varying = split_fields(records)
     return textwrap.fill(describe_fields(shared), _SUBTITLE_CHARACTERS)
 
 
 def dark(make: Callable[[], Figure]) -> Figure:
-    """Makes a picture for pages with a dark background."""
+    """Returns the figure that `make` draws, in colours for a dark background."""
     with matplotlib.rc_context(_DARK):
         figure = make()
     for artist in figure.findobj(lambda each: hasattr(each, "set_color")):
@@ -96,12 +96,12 @@ def dark(make: Callable[[], Figure]) -> Figure:
 
 
 def memory_unit(largest_bytes: float) -> tuple[int, str]:
-    """Returns the unit for an axis of memory, and its name."""
+    """Returns the unit of a memory axis in bytes, and its name."""
     return (GIB, "GiB") if largest_bytes >= GIB else (MIB, "MiB")
 
 
 def save_figure(figure: Figure, directory: pathlib.Path, name: str) -> list[pathlib.Path]:
-    """Writes the figure as PNG and SVG and returns both paths."""
+    """Writes a figure as PNG and SVG and returns both paths."""
     paths = [directory / f"{name}.{suffix}" for suffix in ("png", "svg")]
     for path in paths:
         save_as(figure, path)
@@ -109,9 +109,9 @@ def save_figure(figure: Figure, directory: pathlib.Path, name: str) -> list[path
 
 
 def save_as(figure: Figure, path: pathlib.Path) -> None:
-    """Writes the figure in the format of the file's ending, PNG or SVG."""
+    """Writes a figure as PNG or SVG, by the file's extension."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without these, every file would differ from the last by its date and random identifiers.
+    # Without these settings, dates and random identifiers would make every file different.
     unchanging = {"Software": None} if path.suffix == ".png" else {"Date": None}
     with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
         figure.savefig(path, dpi=150, metadata=unchanging)

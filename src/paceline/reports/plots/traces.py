@@ -1,8 +1,8 @@
-"""Traced steps of several strategies on one axis of time, with the prediction below each.
+"""Timelines of traced steps of several strategies, each with its prediction below.
 
-Every rank has two lanes: what it computes, coloured by phase, above its messages, numbered in the
-order in which they were sent. The gap in computing is where a step waits; what communication takes
-there is exposed, and marked with its milliseconds.
+Every rank has two lanes: compute, coloured by phase, and below it messages, numbered in the order
+of sending. In gaps of the compute lane, the step waits. Communication in such a gap is exposed and
+labelled with its duration in milliseconds.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ _MESSAGE_COLORS = COLORS[:4]
 _MAX_RANKS = 4
 _LANE_INCHES = 0.32
 _SMALLEST_LABEL = 0.012
-"""A message that is a smaller part of the axis has no room for its number."""
+"""Messages below this share of the axis are too narrow for a label."""
 _SHORTEST_WORK = 0.01
-"""Work that is a smaller part of a step lies between messages, and computes no gradients."""
+"""Compute spans below this share of a step lie between messages and compute no gradients."""
 
 
 def plot_timelines(records: Sequence[Record]) -> Figure:
-    """Draws the kept step of every strategy."""
+    """Draws the recorded step of every strategy."""
     measured = [record for record in records if record.kind != PREDICTION and record.metrics]
     predicted = {strategy_text(record): record for record in records if record.kind == PREDICTION}
     groups: dict[str, list[Record]] = {}
@@ -106,7 +106,7 @@ def _draw_messages(
         return
     free_ms = 0.0
     for number, (start, end) in enumerate(_spans(record, "message")):
-        # Two may be in flight at once; the later one is drawn from where the other ends.
+        # Two messages may be in flight at once; the later one is drawn from the end of the earlier.
         start_ms, free_ms = max(1e3 * start, free_ms), max(1e3 * end, free_ms)
         color = _MESSAGE_COLORS[number % len(_MESSAGE_COLORS)]
         axes.broken_barh(
@@ -129,7 +129,7 @@ def _spans(record: Record, name: str) -> list[tuple[float, float]]:
 
 
 def _mark_exposed(axes: Axes, record: Record, height: float) -> None:
-    """Marks from where backward has computed all gradients to the end of the last message."""
+    """Marks the span from the last computed gradient to the end of the last message."""
     metrics = record.metrics
     if "message_end_s" not in metrics:
         return

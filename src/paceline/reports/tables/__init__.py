@@ -1,1 +1,1 @@
-"""Records as tables."""
+"""Tables of records."""

@@ -1,4 +1,4 @@
-"""Attention's records condensed: implementations side by side, and kernels over all variants."""
+"""Tables of attention implementations side by side, and of kernels over all their variants."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _VARIANTS = ("mask", "lengths", "group", "triton")
 
 
 def implementations_table(records: Sequence[Record]) -> Table:
-    """Returns a row per dtype, head dim and length, with each implementation's times and peak."""
+    """Returns a row per dtype, head dim and length, with times and peak of each implementation."""
     measured = [record for record in records if record.metrics]
     names = list(dict.fromkeys(str(record.case["implementation"]) for record in measured))
     groups: dict[tuple[object, ...], dict[str, Record]] = {}
@@ -58,7 +58,10 @@ def _peak(record: Record | None) -> str:
 
 
 def kernels_table(records: Sequence[Record]) -> Table:
-    """Returns a row per kernel and architecture: ranges over masks, lengths, groups, compilers."""
+    """Returns a row per kernel and architecture, with ranges over masks, lengths and groups.
+
+    Ranges also cover Triton versions if these vary.
+    """
     groups: dict[tuple[CaseValue, ...], list[Record]] = {}
     for record in records:
         case = record.case

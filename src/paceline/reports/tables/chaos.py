@@ -1,4 +1,4 @@
-"""Faults on purpose: how many of each kind were tried, survived and lost."""
+"""Table of injected faults: tried, survived and lost, by kind."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _RECOVERY = "recovery_time_s"
 
 
 def chaos_table(faults: Sequence[Record]) -> Table:
-    """Makes a row for every kind of fault, and one for all."""
+    """Returns a row per kind of fault, and one for all faults."""
     by_kind: dict[str, list[Record]] = {}
     for record in faults:
         by_kind.setdefault(str(record.case["fault"]), []).append(record)

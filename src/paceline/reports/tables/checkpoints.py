@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as a table."""
+"""Table of the checkpoints of a run."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from paceline.training.checkpoint.verify import CheckpointSummary
 
 
 def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:
-    """Returns a row per checkpoint: size, files, tensors, who saved it, whether it is complete."""
+    """Returns a row per checkpoint: size, files, tensors, ranks that saved it, completeness."""
     return Table(
         headers=("step", "size", "files", "tensors", "ranks", "state"),
         rows=tuple(

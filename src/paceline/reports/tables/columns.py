@@ -1,4 +1,4 @@
-"""The columns of tables, by kind of record: which metrics they show, and how."""
+"""Table columns by kind of record: their metrics and formats."""
 
 import dataclasses
 import math
@@ -14,21 +14,21 @@ View = Literal["time", "memory"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column: the metrics that it joins, and how."""
+    """One column, which formats one or more metrics."""
 
     header: str
     metrics: tuple[str, ...]
     format: Callable[[Sequence[Metric]], str]
     always: bool = False
-    """Shown even where no record has a value."""
+    """Whether the column is shown even if no record has a value."""
 
 
 UNSTEADY = "(!)"
-"""Behind a time whose samples deviate by more than the time itself."""
+"""Marks a time whose standard deviation exceeds the time itself."""
 
 
 def three_digits(value: float) -> str:
-    """Writes a number with three digits, all before the point if it has as many there."""
+    """Formats a number with three significant digits, but at least all of its integer part."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, min(digits, 4))}f}"
 
@@ -38,7 +38,7 @@ def _in_milliseconds(seconds: float) -> str:
 
 
 def _with_deviation(metric: Metric) -> str:
-    # One sample has no spread, and a spread of zero would claim that it was exact.
+    # One sample has no spread; writing ± 0 would claim that it is exact.
     if metric.std is None or len(metric.samples) < 2:
         return _in_milliseconds(metric.value)
     text = f"{_in_milliseconds(metric.value)} ± {_in_milliseconds(metric.std)}"
@@ -46,14 +46,14 @@ def _with_deviation(metric: Metric) -> str:
 
 
 def with_interval(number: Metric | Estimate, write: Callable[[float], str]) -> str:
-    """Writes a number, with its interval where it has one."""
+    """Formats a number, with its interval if it has one."""
     if number.low is None or number.high is None:
         return write(number.value)
     return f"{write(number.value)} ({write(number.low)} to {write(number.high)})"
 
 
 def _column(header: str, metric: str, write: Callable[[float], str]) -> Column:
-    """Shows a metric, with its interval where it has one."""
+    """Returns a column with a metric and its interval, if it has one."""
     return Column(
         header=header, metrics=(metric,), format=lambda metrics: with_interval(metrics[0], write)
     )
@@ -68,7 +68,7 @@ def _decimal_column(header: str, metric: str, unit: str = "") -> Column:
 
 
 def _time_column(name: str, metric: str = "") -> Column:
-    """Shows a time in milliseconds, with the deviation of its samples."""
+    """Returns a column with a time in milliseconds and its standard deviation."""
     return Column(
         header=f"{name} (ms)",
         metrics=(metric or f"{name}_time_s",),
@@ -85,7 +85,7 @@ def _sum_column(header: str, *metrics: str) -> Column:
 
 
 def _bytes_column(header: str, *metrics: str) -> Column:
-    """Shows the largest of several sizes."""
+    """Returns a column with the largest of several sizes."""
     return Column(
         header=header,
         metrics=metrics,
@@ -94,13 +94,13 @@ def _bytes_column(header: str, *metrics: str) -> Column:
 
 
 def _bytes_columns(names: Sequence[str], metric: str, header: str = "{}") -> tuple[Column, ...]:
-    """Shows a size of each name; `{}` in the metric and in the header stands for the name."""
+    """Returns a size column per name, which replaces `{}` in `metric` and `header`."""
     return tuple(
         _bytes_column(header.format(name.replace("_", " ")), metric.format(name)) for name in names
     )
 
 
-# Where a step went: the first columns add up to it.
+# Breakdown of a step: the columns before "step" add up to it.
 _STEP_PARTS = tuple(
     _time_column(name, metric)
     for name, metric in (

@@ -1,4 +1,4 @@
-"""What a prepared dataset holds, as tables."""
+"""Tables of a prepared dataset."""
 
 from paceline.core.units import format_binary_bytes, format_count
 from paceline.data.format.manifest import Manifest
@@ -6,7 +6,7 @@ from paceline.reports.tables.table import Table
 
 
 def splits_table(manifest: Manifest, place: str) -> Table:
-    """Returns a row per split: shards, documents, tokens, bytes."""
+    """Returns a row per split: shards, documents, tokens, size."""
     vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
     return Table(
         headers=("split", "shards", "documents", "tokens", "size"),
@@ -29,7 +29,7 @@ def splits_table(manifest: Manifest, place: str) -> Table:
 
 
 def dropped_table(manifest: Manifest) -> Table:
-    """Returns a row per reason for which documents were left out."""
+    """Returns a row per reason for dropping documents."""
     return Table(
         headers=("left out", "documents", "size", "for example"),
         rows=tuple(

@@ -1,4 +1,4 @@
-"""Goodput by what is done about failures: each choice, what each adds, and a published run."""
+"""Tables of goodput: by recovery policy, gain of each measure, replay of a published run."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _DOWN = ("detection_share", "replacement_share", "restart_share", "load_share")
 
 
 def goodput_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every choice: goodput, and where the rest of the time went."""
+    """Returns a row per recovery policy: its goodput, and a breakdown of the lost time."""
     sizes = {record.case["devices"] for record in records}
     several = len(sizes) > 1
     return Table(
@@ -40,7 +40,7 @@ def goodput_table(records: Sequence[Record]) -> Table:
 
 
 def gains_table(records: Sequence[Record], notes: tuple[str, ...] = ()) -> Table:
-    """Makes a row for every number of devices: the points of goodput that each measure adds."""
+    """Returns a row per number of devices: percentage points of goodput that each measure adds."""
     by_devices: dict[CaseValue, dict[tuple[CaseValue, CaseValue, bool], float]] = {}
     for record in records:
         case = record.case
@@ -86,7 +86,7 @@ def _gains(reached: dict[tuple[CaseValue, CaseValue, bool], float]) -> tuple[str
 
 
 def replay_table(records: Sequence[Record], published: float) -> Table:
-    """Makes a row for every assumption about a published run, and its distance from it."""
+    """Returns a row per assumption about a published run, with the error in percentage points."""
     if not records:
         raise UsageError("nothing was replayed")
     return Table(

@@ -1,4 +1,4 @@
-"""Predicted memory of a training step as text."""
+"""Formats the predicted memory of a training step as text."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from paceline.core.units import format_binary_bytes
 
 
 def instants_text(instants: Mapping[str, MemoryParts]) -> str:
-    """Returns what is held as text, a row per part and a column per instant."""
+    """Returns memory in use as text, with a row per part and a column per instant."""
     names = [field.name for field in dataclasses.fields(MemoryParts)]
     rows = [["", *(instant.replace("_", " ") for instant in instants)]]
     rows += [

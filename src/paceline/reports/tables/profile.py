@@ -1,4 +1,4 @@
-"""What traced steps say of the courses' questions: where time goes by kind of work, and memory."""
+"""Tables of traced steps: time by kind of work and operator, FLOPs, and memory."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from paceline.traces.records import ALL_OPERATORS
 
 
 def work_table(records: Sequence[Record], subject: str) -> Table:
-    """Returns the share of each kind of work in every phase of a step."""
+    """Returns the time and share of each kind of work in every phase of a step."""
     rows = _operators(records, subject, only_kinds=True)
     phases = [
         phase
@@ -33,7 +33,7 @@ def work_table(records: Sequence[Record], subject: str) -> Table:
 
 
 def operator_table(records: Sequence[Record], subject: str, range_name: str) -> Table:
-    """Returns the operators of one range that took longest."""
+    """Returns the longest operators of one range."""
     return Table(
         headers=("operator", "work", "calls", "own time (ms)", "share"),
         rows=tuple(
@@ -52,7 +52,7 @@ def operator_table(records: Sequence[Record], subject: str, range_name: str) -> 
 
 
 def attention_table(records: Sequence[Record], subject: str) -> Table:
-    """Returns time and operations of the parts of attention in forward."""
+    """Returns time and matmul FLOPs of each part of attention in forward."""
     kinds = _operators(records, subject, only_kinds=True)
     rows = []
     for part in ("scores", "softmax", "values"):
@@ -71,9 +71,9 @@ def attention_table(records: Sequence[Record], subject: str) -> Table:
 
 
 def flops_table(records: Sequence[Record]) -> Table:
-    """Returns traced FLOPs of matmuls beside what the formula expects.
+    """Returns traced matmul FLOPs next to those of the formula.
 
-    Phases whose FLOPs the trace does not tell are left out, as those of a GPU's kernels.
+    Phases without traced FLOPs are left out, such as those of GPU kernels.
     """
     operators = {join_key(record): record for record in records if record.kind == "operator"}
     rows = []
@@ -92,7 +92,7 @@ def flops_table(records: Sequence[Record]) -> Table:
 
 
 def memory_table(records: Sequence[Record]) -> Table:
-    """Returns the peak of each step by category, beside the lower bound of the formulas."""
+    """Returns the peak memory of each step by category, and the lower bound from the formulas."""
     categories = ("parameters", "optimizer_state", "gradients", "activations", "temporary")
     rows = []
     measured = [record for record in records if record.kind == "memory_timeline"]

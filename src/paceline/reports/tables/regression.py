@@ -1,4 +1,4 @@
-"""Two stores as a table: every metric of every case, the worst first."""
+"""Table of the metrics that changed between two stores, the worst first."""
 
 from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.records import Metric
@@ -10,7 +10,7 @@ _MOST_ROWS = 30
 
 
 def regression_table(found: StoreComparison, tolerance: float) -> Table:
-    """Makes a row for what changed most; the rest is counted."""
+    """Returns a row per metric, up to a maximum number of rows; the notes count the rest."""
     kinds = {change.record.kind for change in found.changes}
     varying = {
         kind: split_fields([each.record for each in found.changes if each.record.kind == kind])[1]

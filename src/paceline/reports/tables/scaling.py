@@ -1,4 +1,4 @@
-"""Tables of scaling laws: methods side by side, the cost of being wrong, runs to buy."""
+"""Tables of scaling laws: answers by method, the cost of a wrong model size, runs."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from paceline.scaling.surface import compute_for
 
 
 def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) -> Table:
-    """Returns every method's answer for every budget."""
+    """Returns a row per budget and method with its answer."""
     exponents = {method.method: method.exponent for method in fit.methods}
     rows = tuple(
         (
@@ -47,7 +47,7 @@ def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) 
 
 
 def waste_table(decision: Decision) -> Table:
-    """Returns what models of other sizes would waste of one budget."""
+    """Returns the share of one budget that models of other sizes would waste."""
     return Table(
         headers=("parameters", "that is", "FLOPs wasted", "loss"),
         rows=tuple(
@@ -59,7 +59,7 @@ def waste_table(decision: Decision) -> Table:
 
 
 def run_text(decision: Decision) -> str:
-    """Describes the model to build and the run to make, in a few lines."""
+    """Returns a few lines that describe the model to train and its run."""
     run = decision.run
     shape = run.shape
     times = run.flops_per_token / float(compute_for(run.parameters, 1))
@@ -74,7 +74,7 @@ def run_text(decision: Decision) -> str:
 
 
 def runs_table(records: Sequence[Record]) -> Table:
-    """Returns runs that are proposed, or were made, with what they cost so far."""
+    """Returns proposed or finished runs, with their cumulative cost."""
     details = [name for name in records[0].case if name not in ("compute_budget", "parameters")]
     has_losses = any("final_loss" in record.metrics for record in records)
     rows = []

@@ -1,7 +1,7 @@
-"""Tables: for people (Markdown, terminal) and for programs (CSV).
+"""Tables for people (Markdown, terminal) and for programs (CSV).
 
-A table for people shows the case fields that vary and puts the common ones in its caption.
-CSV is flat and raw: every case field, and value and deviation of every metric.
+A table for people has a column per varying case field; its caption lists the shared ones.
+CSV is flat and raw: every case field, and value and standard deviation of every metric.
 """
 
 import csv
@@ -39,24 +39,24 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     caption: str
     notes: tuple[str, ...] = ()
-    """Why cases have no numbers, or numbers that are hard to believe."""
+    """Reasons for missing numbers, and warnings about unreliable ones."""
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Writes the table as wide as the terminal allows."""
+        """Yields the caption, the table fitted to the terminal's width, and the notes."""
         yield Text(self.caption)
         yield from fit_columns(self.headers, self.rows, options.max_width)
         yield from (Text(note) for note in self.notes)
 
 
 def records_table(records: Sequence[Record], view: View = "time") -> Table:
-    """Makes the table of records of one kind."""
+    """Returns the table of records of one kind."""
     shared, varying = split_fields(records)
     kind = single_kind(records)
     if (kind, view) not in COLUMNS:
         raise UsageError(f"records of kind {kind!r} have no {view} view")
-    # A column that no record has anything for is noise; MFU stays, to say that it is not known.
+    # Columns without any value are noise. MFU always stays, to show that it is unknown.
     known = {name for record in records for name in record.metrics}
     columns = [
         column
@@ -103,7 +103,7 @@ def _metric_texts(record: Record, columns: Sequence[Column]) -> list[str]:
 
 
 def render_markdown(table: Table) -> str:
-    """Renders a pipe table with its caption above."""
+    """Renders a Markdown pipe table with its caption above and its notes below."""
     lines = [
         f"_{table.caption}_",
         "",
@@ -120,7 +120,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def render_csv(records: Sequence[Record]) -> str:
-    """Renders every case field, and value and deviation of every metric, as CSV."""
+    """Renders every case field, and value and standard deviation of every metric, as CSV."""
     case_fields = list(dict.fromkeys(field for record in records for field in record.case))
     metric_names = list(dict.fromkeys(name for record in records for name in record.metrics))
     output = io.StringIO()

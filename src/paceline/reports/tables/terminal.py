@@ -1,4 +1,4 @@
-"""Tables that fit into a terminal without splitting a word or a figure."""
+"""Fits tables into a terminal without splitting words or figures."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,17 @@ from rich.text import Text
 
 NOT_APPLICABLE = "n/a"
 _LONGEST_FIGURE = 24
-"""The characters of a figure with its interval; longer cells are prose, and may be wrapped."""
+"""Maximum length of a figure with its interval; longer cells are prose and may wrap."""
 
 
 def fit_columns(
     headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int
 ) -> Iterator[RichTable | Text]:
-    """Yields one table, or several below each other where one would be too wide.
+    """Yields one table, or several stacked ones if one would be too wide.
 
-    Rows are cut first by columns. Where what tells them apart leaves no room for a figure, they are
-    cut where the next has figures in other columns, and shown without what does not apply to them.
+    First, the columns are split over several tables, each of which repeats the key columns. If the
+    key columns leave no room for another, the rows are split into runs that fill the same columns,
+    and each run is shown without its empty columns. If even that does not fit, it becomes text.
     """
     stacked = _stack(headers, rows, width)
     if stacked is not None:
@@ -38,9 +39,9 @@ def _filled_columns(row: Sequence[str]) -> tuple[bool, ...]:
 def _stack(
     headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[RichTable] | None:
-    """Returns as few tables as hold all columns, each with the first ones that tell rows apart.
+    """Returns stacked tables that cover all columns, or None if one column does not fit.
 
-    None if these leave no room for another.
+    Every table begins with the key columns: the leading ones that distinguish all rows.
     """
     num_columns = len(headers)
     num_keys = min(1, num_columns - 1)
@@ -50,7 +51,7 @@ def _stack(
     start = num_keys
     while start < num_columns:
         for end in range(num_columns, start, -1):
-            # Every row is in the first table; in others only where it has something to show.
+            # The first table has every row, the others only rows with a value.
             shown_rows = [
                 row[:num_keys] + row[start:end]
                 for row in rows
@@ -68,21 +69,21 @@ def _stack(
 
 
 def _unbroken(cell: str) -> list[str]:
-    """Returns what of a cell stays on one line: a figure with its spread, or each word of prose."""
+    """Returns the unbreakable parts of a cell: a figure with its spread, or the words of prose."""
     return [cell] if len(cell) <= _LONGEST_FIGURE else cell.split()
 
 
 def _side_by_side(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> RichTable | None:
-    """Returns a table whose columns hold their longest words, or None if it would be too wide."""
+    """Returns a table wide enough for the longest word of each column; None if it does not fit."""
     columns = list(zip(headers, *rows, strict=True))
     longest_words = []
     for header, *cells in columns:
         words = [*header.split(), *itertools.chain.from_iterable(map(_unbroken, cells))]
         longest_words.append(max(map(cell_len, words), default=0))
     widths = [max(map(cell_len, cells)) for cells in columns]
-    # Between two columns there are two spaces, and one at either end.
+    # Two spaces separate columns, and there is one space at either end.
     available = width - 2 * len(columns)
     if sum(longest_words) > available:
         return None
@@ -98,7 +99,7 @@ def _side_by_side(
 
 
 def _written_out(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
-    """Returns each row as a paragraph of its fields."""
+    """Returns each row as a paragraph of headers and cells."""
     return Text(
         "\n\n".join(
             "; ".join(f"{header}: {cell}" for header, cell in zip(headers, row, strict=True))

@@ -1,4 +1,4 @@
-"""A training run as tables: what came of it, where its time went, what happened."""
+"""Tables of a training run: outcome, time by phase, evaluations, events."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from paceline.reports.tables.terminal import NOT_APPLICABLE
 from paceline.training.metrics.summary import phase_times, run_metrics
 
 _MOST_ROWS = 40
-"""Of evaluations and events; the newest are shown."""
+"""Maximum number of evaluations and events; the newest are shown."""
 
 
 def outcome_table(run: TrainingRun) -> Table:
-    """Returns what was measured of the run, beside what was predicted where anything was."""
+    """Returns the measured metrics of the run, with their predictions if there are any."""
     metrics, expected = run_metrics(run.rows, run.expected), run.expected
     written = {
         "loss": ("loss, mean of the last steps", "{:.4f}".format),
@@ -48,7 +48,7 @@ def outcome_table(run: TrainingRun) -> Table:
 
 
 def phases_table(run: TrainingRun) -> Table:
-    """Returns where the time went."""
+    """Returns the time and share of each phase of the run."""
     times = phase_times(run.rows)
     names = {
         "compute_s": "compute: forward, backward, optimizer",

@@ -1,4 +1,4 @@
-"""Measured records beside what was predicted of them, for the columns of a table."""
+"""Joins measured records with their predictions, for tables."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from paceline.records.kinds import PREDICTION
 
 
 def with_predictions(measured: Sequence[Record], records: Sequence[Record]) -> list[Record]:
-    """Adds to measurements what the predictions among the records say of the same metrics.
+    """Adds the predictions among `records` to the measurements of the same cases.
 
-    A metric ``x`` that has a prediction gets ``predicted_x`` and ``x_error``, the relative error
-    of the prediction, beside it.
+    For each metric ``x`` with a prediction, adds ``predicted_x`` and ``x_error``, the relative
+    error of the prediction.
     """
     predictions = {join_key(record): record for record in records if record.kind == PREDICTION}
     return [_beside(record, predictions.get(join_key(record))) for record in measured]

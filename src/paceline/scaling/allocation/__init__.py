@@ -1,1 +1,1 @@
-"""From a fit and a budget to a model's size and shape."""
+"""Turns a fit and a compute budget into a model size and shape."""

@@ -1,4 +1,4 @@
-"""The decision: what to train with a budget, how sure that is, and what being wrong costs."""
+"""Decides what to train with a budget, with intervals and the cost of a wrong size."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,24 +35,24 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do with one budget."""
+    """The recommendation for one budget."""
 
     compute: float
     """The budget in FLOPs."""
     extrapolation: float
-    """The budget over the largest one that was tried."""
+    """The budget divided by the largest budget in the sweep."""
     answers: tuple[Answer, ...]
-    """The answers of the methods that the runs allowed."""
+    """One answer per method that could be fitted."""
     method: MethodName
-    """The method that held at held-out budgets: its answer is the one to act on."""
+    """The method that best predicted held-out budgets; act on its answer."""
     profile: Estimate | None
-    """The parametric N once more, with its profile interval: the check on the bootstrap's."""
+    """The parametric N with its profile interval, as a check on the bootstrap interval."""
     waste: tuple[Waste, ...]
-    """FLOPs that models too small or too large by some factors would throw away."""
+    """FLOPs wasted by models that are too small or too large by given factors."""
     run: TrainingRun
-    """That answer as something to train: a shape, its tokens and steps."""
+    """The chosen answer as a concrete run: model shape, tokens and steps."""
     learning_rate: float
-    """Peak learning rate to begin tuning at, by a published law."""
+    """Peak learning rate from a published law, as a starting point for tuning."""
 
 
 def decide(
@@ -64,15 +64,15 @@ def decide(
     context_length: int = 2048,
     batch_tokens: int | None = None,
 ) -> list[Decision]:
-    """Answers for every budget by every method, and plans the run of the one that held.
+    """Answers every budget with every method, and plans a run from the chosen method's answer.
 
     Args:
-        fit: What the methods make of the runs.
+        fit: The fits of all methods.
         compute: The budgets in FLOPs.
-        level: Probability with which an interval is to hold the truth.
+        level: Coverage probability of the intervals.
         vocab_size: Vocabulary of the model to build.
         context_length: Tokens per sequence of the model to build.
-        batch_tokens: Tokens per step; by default what Step Law advises.
+        batch_tokens: Tokens per step; Step Law's suggestion by default.
     """
     targets = np.asarray(compute, dtype=np.float64)
     if not len(targets) or not (np.isfinite(targets) & (targets > 0)).all():

@@ -1,11 +1,11 @@
-"""The buildable model nearest to a number of parameters, and what training it takes.
+"""Finds the buildable model nearest to a parameter count, and plans its training run.
 
-Widths are multiples of 64, from 1024 of 256 and from 4096 of 1024, so that heads of 128 can be
-divided among devices; below 128 they are 16 and multiples of 32. The feed-forward layer is 8/3 as
-wide as the model, in multiples of 32, 64 or 128, so that matrices fill the tiles of a GPU. A model
-has two layers at least: with one, attention cannot look up what follows what. Among shapes within a
-few per cent of N, the one whose ratio of width to depth is nearest to that of published models is
-taken: near the optimum the loss hardly feels it. Models of a sweep come from a ladder instead.
+Widths are multiples of 64, of 256 from width 1024 and of 1024 from width 4096, so that heads of 128
+can be sharded across devices. Widths below 128 are 16 and multiples of 32. The feed-forward layer
+is 8/3 of the model width, in multiples of 32, 64 or 128 that fill a GPU's matmul tiles. A model has
+at least two layers, because one-layer attention cannot form induction heads. Among shapes within a
+few per cent of N, the one with the aspect ratio (width over depth) nearest to published models
+wins; near the optimum the loss hardly depends on it. Models of a sweep come from `ladder_shape`.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from paceline.core.specs import BatchShape, ModelShape
 _NARROW = 128
 _WIDE = 1024
 _VERY_WIDE = 4096
-# Width over depth of published models grows slowly: 64 for GPT-2 small, about 100 for Llama's 7B,
-# 130 for its 405B.
+# The aspect ratio (width over depth) of published models grows slowly with size: 64 for GPT-2
+# small, about 100 for Llama 7B, 130 for Llama 405B.
 _ASPECT_AT_BILLION = 85.0
 _ASPECT_EXPONENT = 0.085
 _SIZE_WEIGHT = 8.0
@@ -31,25 +31,26 @@ _FINE = 256
 _LEAST_RUNG_LAYERS = 3
 _LEAST_HEAD = 24
 _PARAMETERS_OF_A_LAYER = 12
-"""Over the square of the width, about."""
+"""Approximate number of parameters of a layer, divided by the square of the width."""
 _LADDER_ASPECT = 50.0
-"""Of models between a million parameters and a hundred, about: depth hardly depends on it."""
-_TOKENS_PER_PARAMETER = 20
+"""Typical aspect ratio between 1M and 100M parameters; depth is insensitive to it."""
+TOKENS_PER_PARAMETER = 20
+"""Chinchilla's rule of thumb."""
 _CLUSTER_VOCABULARY = 128_256
 _LAYER_MULTIPLE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """A model that can be built, and the run that spends the budget on it."""
+    """A buildable model and the run that spends the budget on it."""
 
     shape: ModelShape
     parameters: int
     """Exact number of parameters, embeddings included."""
     flops_per_token: float
-    """Exact FLOPs per token, attention included; compare 6N."""
+    """Exact FLOPs per token, attention included; 6N is the approximation."""
     tokens: int
-    """Tokens with which exact FLOPs spend the budget, in whole steps."""
+    """Tokens that spend the budget at the exact FLOPs per token, rounded to whole steps."""
     tokens_per_step: int
     num_steps: int
     flops: float
@@ -57,7 +58,7 @@ class TrainingRun:
 
 
 def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) -> ModelShape:
-    """Returns the shape of a TransformerLM with about so many parameters."""
+    """Returns the shape of a TransformerLM with about `parameters` parameters."""
     aspect = _aspect(parameters)
     best: tuple[float, ModelShape] | None = None
     for width in _widths():
@@ -91,11 +92,11 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
 
 
 def ladder_shape(parameters: float, *, vocab_size: int, context_length: int) -> ModelShape:
-    """Returns the nearest shape of a ladder, which has one shape for every width from 24.
+    """Returns the nearest shape on a ladder with exactly one shape per width, starting at 24.
 
-    Depth follows from width, so that losses of neighbouring sizes lie on one curve: at the same
-    size and FLOPs, a small model of two layers ends 3% above one of four. A width of 16 is off that
-    curve: its loss stops falling after two million tokens.
+    Depth is a function of width, so that losses of neighbouring sizes lie on one curve: at equal
+    size and FLOPs, a small model with two layers ends 3% above one with four. Width 16 is excluded
+    because its loss stops falling after two million tokens.
     """
     ladder = _ladder(vocab_size, context_length)
     total, best = min(ladder, key=lambda rung: abs(math.log(rung[0] / parameters)))
@@ -109,7 +110,7 @@ def ladder_shape(parameters: float, *, vocab_size: int, context_length: int) -> 
 
 @functools.cache
 def _ladder(vocab_size: int, context_length: int) -> tuple[tuple[int, ModelShape], ...]:
-    """Returns all shapes with their parameters; a sweep asks for hundreds of sizes."""
+    """Returns all shapes with their parameter counts; cached, as a sweep looks up hundreds."""
     shapes = [_rung(width, vocab_size, context_length) for width in _ladder_widths()]
     return tuple((count_parameters(shape).total, shape) for shape in shapes)
 
@@ -128,21 +129,22 @@ def _rung(width: int, vocab_size: int, context_length: int) -> ModelShape:
 
 
 def _small_heads(width: int) -> int:
-    """Returns the most heads of at least 24, each of them even as rotary positions need."""
+    """Returns the largest number of heads of width >= 24; RoPE requires an even head width."""
     wanted = max(1, width // _LEAST_HEAD)
     return max(n for n in range(1, wanted + 1) if width % n == 0 and width // n % 2 == 0)
 
 
 def cluster_shape(parameters: float, context_length: int) -> ModelShape:
-    """Returns such a shape for a cluster, with the vocabulary of Llama 3.
+    """Returns the nearest shape for a cluster, with the vocabulary of Llama 3.
 
-    Pipelines divide its layers by four, and it has as few key-value heads as Llama 3.
+    The number of layers is a multiple of four, so that pipelines can split them. The model uses
+    grouped-query attention with at most 8 key-value heads, as Llama 3 does.
     """
     shape = nearest_shape(parameters, vocab_size=_CLUSTER_VOCABULARY, context_length=context_length)
     grouped = dataclasses.replace(shape, num_kv_heads=math.gcd(8, shape.num_heads))
     total = count_parameters(grouped).total
     more = count_parameters(dataclasses.replace(grouped, num_layers=shape.num_layers + 1)).total
-    # Grouped queries make a layer smaller, so that there are more of them.
+    # Grouped-query attention makes a layer smaller, so more layers are needed to reach N.
     layers = shape.num_layers + (parameters - total) / (more - total)
     layers = max(1, round(layers / _LAYER_MULTIPLE)) * _LAYER_MULTIPLE
     return dataclasses.replace(grouped, num_layers=layers)
@@ -150,11 +152,11 @@ def cluster_shape(parameters: float, context_length: int) -> ModelShape:
 
 def rule_of_thumb_parameters(compute: float) -> float:
     """Returns the N of Chinchilla's rule of thumb: C = 6ND with D = 20N (Hoffmann et al. 2022)."""
-    return math.sqrt(compute / (6 * _TOKENS_PER_PARAMETER))
+    return math.sqrt(compute / (6 * TOKENS_PER_PARAMETER))
 
 
 def plan_run(shape: ModelShape, compute: float, batch: BatchShape) -> TrainingRun:
-    """Returns the run that spends a budget of exact FLOPs on a shape."""
+    """Returns the run that spends `compute` exact FLOPs on a shape."""
     per_token = flops_per_token(shape, batch.context_length).model
     num_steps = max(1, round(compute / per_token / batch.tokens_per_step))
     tokens = num_steps * batch.tokens_per_step
@@ -170,22 +172,22 @@ def plan_run(shape: ModelShape, compute: float, batch: BatchShape) -> TrainingRu
 
 
 def suggested_batch_tokens(tokens: float) -> int:
-    """Returns a batch in tokens, the power of two nearest to Step Law's."""
+    """Returns the batch size in tokens: the power of two nearest to Step Law's."""
     return int(2 ** round(math.log2(step_law_batch_tokens(tokens))))
 
 
 def step_law_batch_tokens(tokens: float) -> float:
-    """Returns a batch in tokens: Step Law, 0.58 D^0.571 (arXiv 2503.04715)."""
+    """Returns the batch size in tokens by Step Law: 0.58 D^0.571 (arXiv 2503.04715)."""
     return float(0.58 * tokens**0.571)
 
 
 def suggested_learning_rate(parameters: float, tokens: float) -> float:
-    """Returns a peak learning rate: Step Law, 1.79 N^-0.713 D^0.307 (arXiv 2503.04715)."""
+    """Returns the peak learning rate by Step Law: 1.79 N^-0.713 D^0.307 (arXiv 2503.04715)."""
     return float(1.79 * parameters**-0.713 * tokens**0.307)
 
 
 def _aspect(parameters: float) -> float:
-    """Returns width over depth of published models of a size."""
+    """Returns the typical aspect ratio (width over depth) of published models of this size."""
     return float(_ASPECT_AT_BILLION * (parameters / 1e9) ** _ASPECT_EXPONENT)
 
 

@@ -1,9 +1,9 @@
-"""What a model of the wrong size costs: the share of its FLOPs that the best model would save.
+"""The cost of a wrong model size: the share of its FLOPs that the best model would save.
 
-Where a surface answers it prices every size itself. Where a power law does, a size off by a factor
-f ends at L* (1 + bend log(f)^2), bend being the median curvature of the budgets' parabolas relative
-to their least loss; the best model reaches that loss with the compute C' at which the fitted law
-L(C) is there, and the waste is 1 - C'/C.
+If the chosen method is a surface, the surface prices every size directly. If it is a power law, a
+size off by a factor f has loss L* (1 + bend log(f)^2), where bend is the median curvature of the
+budgets' parabolas relative to their minimum loss. The best model reaches that loss with compute C',
+found by inverting the fitted law L(C), and the waste is 1 - C'/C.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ WRONG_BY = (0.25, 0.5, 2.0, 4.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waste:
-    """FLOPs that a model of another size throws away."""
+    """FLOPs wasted by a model of a suboptimal size."""
 
     parameters: float
     reason: str
@@ -30,7 +30,7 @@ class Waste:
 
 
 def price_sizes(fit: ScalingFit, compute: float, best: Estimate) -> tuple[Waste, ...]:
-    """Prices sizes about the `best` for `compute` FLOPs, by the method that answers."""
+    """Prices sizes around the `best` for `compute` FLOPs, using the chosen method."""
     sizes = [(factor * best.value, f"{factor:g} times the best N") for factor in WRONG_BY]
     sizes += [
         (end, f"the {name} end of the interval")
@@ -53,7 +53,7 @@ def price_sizes(fit: ScalingFit, compute: float, best: Estimate) -> tuple[Waste,
 def _by_parabolas(
     fit: ScalingFit, chosen: PowerLawFit, compute: float, factors: Array
 ) -> tuple[Array, Array]:
-    """Returns waste and loss of sizes off by some factors; not numbers without a parabola."""
+    """Returns waste and loss of sizes off by `factors`; NaN if no budget has a parabola."""
     bends = [
         profile.coefficients[2] / profile.vertex_loss
         for profile in fit.profiles

@@ -1,1 +1,1 @@
-"""What is wrong with a sweep, a fit or a claim."""
+"""Checks that find problems with a sweep, a fit or a published claim."""

@@ -1,7 +1,7 @@
-"""Claims checked against the runs: coefficients, or an N and a D for a budget.
+"""Checks claims against runs: published coefficients, or an N and a D for a budget.
 
-Coefficients come as they were printed, because their digits are part of the claim: half a unit of
-the last digit of an exponent moves the optimum more than most intervals are wide.
+Coefficients are strings exactly as printed, because their precision is part of the claim: rounding
+an exponent by half a unit of its last digit moves the optimum by more than most intervals' width.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from paceline.scaling.surface import LossSurface, compute_for
 
 _SPENT_TOLERANCE = 0.02
 _ROUNDING = 0.1
-# The truth itself leaves a larger objective than the best fit, by its coefficients over runs; an
-# excess of three times that is beyond chance.
+# Even the true coefficients exceed the best fit's objective, by a share of about 5 coefficients per
+# number of runs. An excess of three times that share is not chance.
 _OBJECTIVE_EXCESS = 15.0
 _WRONG_SIZE = 1.25
 COEFFICIENT_NAMES = ("E", "A", "alpha", "B", "beta")
@@ -27,7 +27,7 @@ COEFFICIENT_NAMES = ("E", "A", "alpha", "B", "beta")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocationCost:
-    """What training a claimed model would cost, by the fitted surface."""
+    """Cost of training a claimed model, according to the fitted surface."""
 
     loss: float
     """Loss of the claimed model."""
@@ -42,7 +42,7 @@ class AllocationCost:
 def check_allocation(
     fit: ScalingFit, compute: float, parameters: float, tokens: float
 ) -> tuple[AllocationCost, list[Finding]]:
-    """Prices an N and D that were claimed for a budget, and names what is wrong with them."""
+    """Prices a claimed N and D for a budget, and returns problems with them."""
     surface = fit.parametric.surface
     spent = float(compute_for(parameters, tokens))
     loss = float(surface.loss(parameters, tokens))
@@ -80,7 +80,7 @@ def _allocation_findings(
 def check_coefficients(
     fit: ScalingFit, printed: Sequence[str], compute: float
 ) -> Iterator[Finding]:
-    """Names what is wrong with printed coefficients E, A, alpha, B, beta of the same runs."""
+    """Yields problems with printed coefficients E, A, alpha, B, beta for the same runs."""
     surface = LossSurface(*map(_parse, COEFFICIENT_NAMES, printed))
     best = fit_huber(fit.sweep, np.ones((1, len(fit.sweep)))).surface
     reached, least = (huber_objective(fit.sweep, claimed) for claimed in (surface, best))
@@ -104,12 +104,12 @@ def check_coefficients(
 
 
 def rounding_range(printed: Sequence[str], compute: float) -> tuple[float, float]:
-    """Returns the least and the largest best N that coefficients with these digits allow."""
+    """Returns the range of the best N given the rounding of the printed coefficients."""
     ends = []
     for name, text in zip(COEFFICIENT_NAMES, printed, strict=True):
         value, half = _parse(name, text), _half_unit(text)
         ends.append((value - half, value + half))
-    # N grows or falls with each coefficient alone, so the extremes lie in corners.
+    # N is monotonic in each coefficient, so the extremes lie at corners.
     sizes = [
         float(LossSurface(*corner).optimal_parameters(compute))
         for corner in itertools.product(*ends)

@@ -1,7 +1,7 @@
-"""The pitfalls of scaling laws, looked for in a sweep and its fits.
+"""Searches a sweep and its fits for known pitfalls of scaling laws.
 
-Each check is a function that yields the findings of one pitfall. Thresholds are where the answer
-moves by more than a few per cent, not where a test could just see something.
+Each check is a function that yields the findings of one pitfall. Thresholds are set where the
+answer moves by more than a few per cent, not at the limit of statistical detection.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ _UNANNEALED = 0.01
 def diagnose(
     fit: ScalingFit, compute: Sequence[float], level: float = DEFAULT_LEVEL
 ) -> list[Finding]:
-    """Returns what is wrong with a fit, and with asking it for those budgets.
+    """Returns problems with a fit and with extrapolating it to the given budgets.
 
     Args:
-        fit: What the methods make of the runs.
+        fit: The fits of all methods.
         compute: The budgets in FLOPs.
-        level: Probability with which the intervals compared hold the truth.
+        level: Coverage probability of the intervals that are compared.
     """
     targets = np.asarray(compute, dtype=np.float64)
     findings = diagnose_runs(fit)
@@ -57,10 +57,10 @@ def diagnose(
 
 
 def noise_free_bias(fit: ScalingFit, method: str, compute: Array) -> Array:
-    """Returns by what share a method misses the optimum of the fitted surface itself.
+    """Returns the relative error of a method's best N on noise-free data.
 
-    The same runs are given the losses of that surface, without noise: what remains is the method's
-    own error, which no interval covers.
+    The method is fitted to the same runs, with their losses replaced by those of the fitted
+    surface. The remaining error is the method's bias, which no interval covers.
     """
     surface = fit.parametric.surface
     loss = surface.loss(fit.sweep.parameters, fit.sweep.tokens)
@@ -74,7 +74,7 @@ def noise_free_bias(fit: ScalingFit, method: str, compute: Array) -> Array:
 
 def _outliers(fit: ScalingFit) -> Iterator[Finding]:
     surfaces = [found for found in fit.methods if isinstance(found, SurfaceFit)]
-    # Huber's fit is not pulled towards the very runs that are looked for.
+    # The first surface is Huber's fit, if present: the outliers themselves do not bias it.
     residuals = residuals_of(surfaces[0].surface, fit.runs)
     spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     threshold = max(_OUTLYING_DEVIATIONS * spread, _SMALLEST_OUTLIER)
@@ -107,7 +107,7 @@ def _misspecification(fit: ScalingFit) -> Iterator[Finding]:
 
 
 def _lack_of_fit(fit: ScalingFit) -> LackOfFit | None:
-    """Tests the surface of all runs: those that were trimmed are off it for a reason."""
+    """Tests a surface fitted to all runs, because trimmed runs are evidence of a misfit."""
     if len(fit.sweep) < len(fit.runs):
         try:
             found = fit_parametric(fit.runs, np.ones((1, len(fit.runs))))
@@ -145,7 +145,7 @@ def _method_bias(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
             "use the parametric method or more sizes",
         ),
     }
-    # A surface that did not hold is no truth to measure others by.
+    # A surface that failed on held-out budgets is no reference for the bias of other methods.
     names = {found.method for found in fit.methods} if isinstance(fit.chosen, SurfaceFit) else ()
     for method, (name, reason, remedy) in findings.items():
         if method not in names:

@@ -1,4 +1,4 @@
-"""Findings about the runs themselves: what is left out, how compute is counted, what is missing."""
+"""Findings about the runs: runs left out, inconsistent FLOPs, missing sizes and budgets."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +19,7 @@ _USUAL_METHOD = "parametric"
 
 
 def diagnose_runs(fit: ScalingFit) -> list[Finding]:
-    """Returns what is wrong with the runs, whatever is asked of them."""
+    """Returns problems with the runs that do not depend on the target budgets."""
     return [
         *_left_out(fit),
         *_method_choice(fit),
@@ -118,6 +118,6 @@ def _edges(fit: ScalingFit) -> Iterator[Finding]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Joins names, the first few of many."""
+    """Joins the first four names, and counts the rest."""
     shown = ", ".join(names[:4])
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

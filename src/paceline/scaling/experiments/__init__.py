@@ -1,1 +1,1 @@
-"""Which runs to make next."""
+"""Selects which runs to train next."""

@@ -1,8 +1,8 @@
-"""Runs that could be made, what each costs, and which of them to make next.
+"""Candidate runs, their costs, and the choice of which to train next.
 
-Any object with parameters, tokens and a cost is a candidate: `candidate_runs` lays out a grid of
-them, `read_candidates` reads them from a file, and a service that trains on request has its own.
-The budget is in the unit of the costs, which are FLOPs unless a price says otherwise.
+Any object with parameters, tokens and a cost is a candidate: `candidate_runs` builds a grid of
+them, `read_candidates` reads them from a file, and a training service can define its own type.
+The budget has the unit of the costs, which are FLOPs unless a price function is given.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ Price = Callable[[float, float], float]
 """The cost of a run from its parameters and tokens."""
 
 EXPECTED_NOISE = 0.003
-# Runs farther below the target are cheap, but real ones do not lie on its surface any more; nor do
-# models that are farther from the best size of their FLOPs.
+# Runs below this share of the target are cheap, but real ones no longer lie on the same surface.
+# Neither do models that are further than REACH from the best size for their FLOPs.
 FARTHEST_BELOW = 1e-4
 REACH = 8.0
 _NUM_SIZES = 17
 _STEPS_OF_A_DECADE = (1.0, 3.0, 6.0)
-# Runs stop at whole steps and models have whole layers: this near, a run has been made already.
+# Runs stop at whole steps and models have whole layers: runs this close count as the same run.
 _SAME_RUN = 0.01
 
 
 class Candidate(Protocol):
-    """A run that could be made."""
+    """A run that could be trained."""
 
     @property
     def parameters(self) -> float:
@@ -46,7 +46,7 @@ class Candidate(Protocol):
 
     @property
     def cost(self) -> float:
-        """The share of the budget that it takes, in the budget's unit."""
+        """Cost of the run, in the unit of the budget."""
 
 
 _Candidate = TypeVar("_Candidate", bound=Candidate)
@@ -54,7 +54,7 @@ _Candidate = TypeVar("_Candidate", bound=Candidate)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CandidateRun:
-    """A candidate of which only size, data and cost are known."""
+    """A candidate with only size, tokens and cost."""
 
     parameters: float
     """N."""
@@ -72,13 +72,13 @@ def candidate_runs(
     sizes: Sequence[float] = (),
     price: Price | None = None,
 ) -> list[CandidateRun]:
-    """Returns a grid of candidates: sizes about the best one, for every number of FLOPs.
+    """Returns a grid of candidates: for each number of FLOPs, sizes around the best one.
 
     Args:
-        target: The FLOPs whose best model is to be known.
-        known: Runs that have been made already; they say where the best sizes lie.
-        flops: FLOPs that a run may take; 1, 3 and 6 per decade from 1e-4 of the target by default.
-        sizes: Parameters that a model may have; by default 17 within a factor of 8 of the best.
+        target: The FLOPs at which to determine the best model.
+        known: Runs already trained; they determine where the best sizes lie.
+        flops: Allowed FLOPs per run; 1, 3 and 6 per decade from 1e-4 of the target by default.
+        sizes: Allowed parameter counts; by default 17 within a factor of 8 of the best.
         price: The cost of a run from its parameters and tokens; its FLOPs, 6ND, by default.
     """
     surface = learn_from(known).surface
@@ -96,7 +96,7 @@ def candidate_runs(
 
 
 def read_candidates(path: pathlib.Path) -> list[CandidateRun]:
-    """Reads candidates from a file at `path`: runs without a loss, with a `cost` if not 6ND."""
+    """Reads candidates from a file: runs without a loss; `cost` defaults to 6ND."""
     candidates = []
     for number, row in enumerate(read_rows(path), start=1):
         where = f"{path}: row {number}"
@@ -109,13 +109,13 @@ def read_candidates(path: pathlib.Path) -> list[CandidateRun]:
 def propose_runs(
     known: Sweep | None, candidates: Sequence[_Candidate], *, budget: float, target: float
 ) -> list[_Candidate]:
-    """Returns the candidates to run with a budget, in the order of choice.
+    """Returns the candidates to run within a budget, in the order of selection.
 
     Args:
-        known: Runs that have been made already.
-        candidates: Runs that could be made; those that are known already are not made again.
-        budget: What all of them together may cost, in the unit of their costs.
-        target: The FLOPs whose best model is to be known.
+        known: Runs already trained.
+        candidates: Runs that could be trained; known runs among them are skipped.
+        budget: Limit on the total cost, in the unit of the candidates' costs.
+        target: The FLOPs at which to determine the best model.
     """
     require_target(target)
     new = [run for run in candidates if known is None or not _is_known(run, known)]
@@ -133,20 +133,20 @@ def propose_runs(
 
 
 def learn_from(known: Sweep | None) -> Belief:
-    """Returns what runs, or none, tell of the surface."""
+    """Returns the belief about the surface from known runs, or the prior without any."""
     if known is None:
         return prior_belief(EXPECTED_NOISE)
     return learn(known.parameters, known.tokens, known.loss, EXPECTED_NOISE)
 
 
 def is_near(parameters: float, best: float) -> bool:
-    """Says whether a size is near enough to the best of its FLOPs to tell of it."""
-    # Ends of a ladder are rounded, too.
+    """Returns whether a size is close enough to the best for its FLOPs to be informative."""
+    # The tolerance keeps the ends of a ladder in spite of rounding.
     return abs(math.log(parameters / best)) <= math.log(REACH) + 1e-9
 
 
 def require_target(target: float) -> None:
-    """Refuses a target that is none."""
+    """Raises an error unless the target is positive and finite."""
     if not (math.isfinite(target) and target > 0):
         raise UsageError(f"a target of {target:g} FLOPs; it must be positive, such as 1e19")
 

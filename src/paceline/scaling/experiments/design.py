@@ -1,10 +1,10 @@
-"""Which run to buy next: the one that most reduces the variance of the predicted optimum per FLOP.
+"""Chooses the run that most reduces the variance of the predicted optimum per FLOP.
 
-What is known of the surface is a normal distribution about the most probable one: a broad prior
-from published fits, and the runs bought so far. A run that is not yet bought adds a known amount
-of information, whatever its loss will be, so the variance of log N at the target after buying it
-is known before. Runs far off the optimum tell little of it, tiny ones are cheap but far from the
-target; both weigh themselves.
+The belief about the surface is a normal distribution around the most probable one: a broad prior
+from published fits, updated with the runs so far. A planned run adds a known amount of information
+regardless of its loss, so the variance of log N at the target after the run is known in advance.
+Runs far from the optimum carry little information about it; tiny runs are cheap but far from the
+target. The criterion weighs both effects automatically.
 """
 
 import dataclasses
@@ -15,40 +15,40 @@ from paceline.core.plan import Estimate
 from paceline.scaling.fits.levenberg_marquardt import Linearization, Rows, minimize
 from paceline.scaling.surface import Array, LossSurface, compute_for
 
-# Terms are counted at this size and these tokens, where they are of the order of one.
+# N and D at which the two reducible terms are parameterised; both terms are of order one there.
 REFERENCE = (1e8, 2e9)
-# E, log of both terms at the reference, and both exponents: centres and deviations that hold every
-# published surface of text.
+# E, log of both terms at the reference, and both exponents: means and deviations that cover every
+# published surface for text.
 _PRIOR_MEAN = np.array([2.0, -0.3, 0.34, -0.3, 0.34])
 _PRIOR_DEVIATION = np.array([1.0, 0.8, 0.08, 0.8, 0.08])
-# Published surfaces are of vocabularies of 32k and more. Of bytes both terms are a twentieth as
-# large at the same N and D: runs of a text of one's own move them together by e^3. Held nearer, the
-# terms would make up for it with exponents and an E that are too small, and a larger model would
-# always be predicted too good.
+# Published surfaces use vocabularies of 32k and more. For bytes, both terms are a twentieth as
+# large at the same N and D, so the prior lets the data shift both terms together by e^3. A tighter
+# prior would be compensated by exponents and an E that are too small, and predictions for larger
+# models would always be too optimistic.
 _TERMS_DEVIATION = 3.0
 _P, _Q = 1, 3
-"""Where the terms of N and D are among the coefficients."""
-# No loss below zero, no term that grows with N or D.
+"""Indices of the N and D terms among the coefficients."""
+# No negative loss, no term that grows with N or D.
 _BOUNDS = np.array([0.0, -np.inf, 1e-3, -np.inf, 1e-3]), np.full(5, np.inf)
 _MAX_STEPS = 50
 _CONVERGED_GAIN = 1e-9
 _LARGEST_STEP = 2.0
 _NOISE_ROUNDS = 3
-# Losses are printed with so many digits; less noise than that would make the algebra singular.
+# The precision of printed losses; less noise than this would make the matrices singular.
 _LEAST_NOISE = 1e-5
 _NORMAL_90 = 1.645
-"""Standard deviations on each side that hold 90% of a normal distribution."""
+"""Half-width of a 90% interval of a normal distribution, in standard deviations."""
 _THRIFT = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Belief:
-    """What is known of a surface: its coefficients and their covariance."""
+    """Belief about a surface: mean and covariance of its coefficients."""
 
     mean: Array
     covariance: Array
     noise: float
-    """Relative deviation of a run's loss."""
+    """Relative standard deviation of a run's loss."""
 
     @property
     def surface(self) -> LossSurface:
@@ -61,7 +61,7 @@ class Belief:
         return float(np.sqrt(max(float(slope @ self.covariance @ slope), 0.0)))
 
     def loss(self, parameters: float, tokens: float) -> Estimate:
-        """Returns the loss that a run should end with, and the 90% interval of it."""
+        """Returns the predicted loss of a run, with its 90% interval."""
         value = float(self.surface.loss(parameters, tokens))
         size = np.array([parameters]), np.array([tokens])
         slope = self.surface.log_slopes(*size, REFERENCE)[0]
@@ -71,14 +71,14 @@ class Belief:
 
 
 def prior_belief(noise: float) -> Belief:
-    """Returns what is known before any run, of a text as those that were published."""
+    """Returns the belief before any run, based on published surfaces for text."""
     return Belief(mean=_PRIOR_MEAN, covariance=np.diag(_PRIOR_DEVIATION**2), noise=noise)
 
 
 def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief:
-    """Returns what runs and the prior together say of the surface of their text.
+    """Returns the belief after combining the prior with runs.
 
-    The noise is that of the residuals once there are enough of them, and `noise` before.
+    The noise is estimated from the residuals if there are enough runs; otherwise it is `noise`.
     """
     mean = _PRIOR_MEAN
     prior = _prior_observations()
@@ -92,9 +92,9 @@ def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief
 
 
 def variance_reductions(belief: Belief, slopes: Array, compute: float) -> Array:
-    """Returns by how much runs would reduce the variance of log N at a budget.
+    """Returns the reduction of the variance of log N at a budget by each candidate run.
 
-    `slopes` are those of the log loss of each run along the coefficients.
+    `slopes` are the derivatives of each run's log loss with respect to the coefficients.
     """
     spread = slopes @ belief.covariance
     total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
@@ -102,7 +102,7 @@ def variance_reductions(belief: Belief, slopes: Array, compute: float) -> Array:
 
 
 def after_buying(belief: Belief, parameters: float, tokens: float) -> Belief:
-    """Returns what will be known after a run, as far as that is known before."""
+    """Returns the belief after a planned run: a smaller covariance with the same mean."""
     run = np.array([parameters]), np.array([tokens])
     return _after(belief, belief.surface.log_slopes(*run, REFERENCE)[0])
 
@@ -110,11 +110,11 @@ def after_buying(belief: Belief, parameters: float, tokens: float) -> Belief:
 def choose(
     belief: Belief, parameters: Array, tokens: Array, cost: Array, compute: float, budget: float
 ) -> list[int]:
-    """Returns the candidates to buy with a budget, in the order in which they are chosen.
+    """Returns the indices of the candidates to buy within a budget, in the order of selection.
 
-    One after the other, the candidate is taken that most reduces the variance of log N at
-    `compute`, given those before it, per cost raised to a power. Several powers are tried, from
-    spending lavishly to spending thriftily, and the plan that leaves the least variance is kept.
+    Candidates are selected greedily: each one maximises the reduction of the variance of log N at
+    `compute`, given the previous ones, per cost raised to a power. Several powers are tried, from
+    0 (ignore the cost) to 1, and the plan that leaves the least variance is returned.
     """
     slopes = belief.surface.log_slopes(parameters, tokens, REFERENCE)
     plans = [_greedy(belief, slopes, cost, compute, budget, thrift) for thrift in _THRIFT]
@@ -124,7 +124,7 @@ def choose(
 def _greedy(
     belief: Belief, slopes: Array, cost: Array, compute: float, budget: float, thrift: float
 ) -> tuple[list[int], float]:
-    """Returns the candidates of one plan, and the deviation of log N that it leaves."""
+    """Returns the candidates of one plan, and the remaining deviation of log N."""
     chosen: list[int] = []
     price = cost**thrift
     is_open = np.ones(len(cost), dtype=bool)
@@ -147,7 +147,7 @@ def _after(belief: Belief, slope: Array) -> Belief:
 
 
 def _optimum_slope(mean: Array, compute: float) -> Array:
-    """Returns the slopes of log N at a budget along the coefficients."""
+    """Returns the derivatives of log N at a budget with respect to the coefficients."""
     _, log_p, alpha, log_q, beta = mean
     total = alpha + beta
     budget = np.log(compute / compute_for(*REFERENCE))
@@ -164,9 +164,9 @@ def _optimum_slope(mean: Array, compute: float) -> Array:
 
 
 def _prior_observations() -> Array:
-    """Returns the five observations that the prior adds to runs, a row of slopes for each.
+    """Returns the prior as five pseudo-observations, one row of slopes each.
 
-    They are of E, of both exponents, of the ratio of the terms, and, loosely, of their level.
+    They constrain E, both exponents, the ratio of the two terms and, loosely, their level.
     """
     rows = np.diag(1 / _PRIOR_DEVIATION)
     rows[_P, [_P, _Q]] = 1 / np.hypot(*_PRIOR_DEVIATION[[_P, _Q]]) * np.array([1.0, -1.0])

@@ -1,1 +1,1 @@
-"""Fits of the loss surface, and their intervals."""
+"""Fits of the loss surface, with intervals."""

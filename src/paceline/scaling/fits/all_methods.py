@@ -1,8 +1,8 @@
-"""All methods on one sweep.
+"""Fits all methods to one sweep.
 
-A method that a sweep does not allow (no curves, too few budgets with a minimum) is left out with
-the reason; only a sweep that allows none is an error. Budgets that are held out say which method's
-answer is the headline, and whether runs far above the best of their budget are left out first.
+A method that does not apply to a sweep (no curves, too few budgets with a minimum) is skipped and
+the reason recorded; it is an error only if no method applies. Held-out budgets decide which
+method's answer to report, and whether runs far above the best of their budget are trimmed first.
 """
 
 import dataclasses
@@ -22,29 +22,29 @@ from paceline.scaling.runs.trimming import trim_far_runs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ScalingFit:
-    """A sweep and what each method makes of it."""
+    """A sweep and the fit of each method."""
 
     runs: Sweep
     """All runs."""
     sweep: Sweep
-    """The runs that were fitted: all, or those near the best of their budget."""
+    """The fitted runs: all runs, or only those near the best of their budget."""
     profiles: tuple[Profile, ...]
     """The runs of each budget, with their minimum."""
     methods: tuple[MethodFit, ...]
-    """The fit of each method that the sweep allows."""
+    """The fit of each applicable method."""
     left_out: tuple[tuple[MethodName, str], ...]
-    """Methods that the sweep does not allow, with the reason."""
+    """Methods that do not apply, with the reason."""
     choice: MethodChoice
-    """The method whose answer is the headline, and the budgets that it was judged by."""
+    """The method whose answer is reported, and its validation on held-out budgets."""
 
     @property
     def chosen(self) -> MethodFit:
-        """The fit of the method that held at budgets which it was not shown."""
+        """The fit of the method that best predicted held-out budgets."""
         return next(fit for fit in self.methods if fit.method == self.choice.method)
 
     @property
     def parametric(self) -> SurfaceFit:
-        """The surface by variable projection; a sweep that has none is an error."""
+        """The surface fitted by variable projection; raises an error if there is none."""
         for fit in self.methods:
             if isinstance(fit, SurfaceFit) and fit.method == "parametric":
                 return fit
@@ -58,11 +58,11 @@ class ScalingFit:
 
 
 def fit(runs: Sweep, *, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> ScalingFit:
-    """Fits every method that a sweep allows, and chooses one by held-out budgets.
+    """Fits every applicable method to a sweep, and chooses one by held-out budgets.
 
     Args:
         runs: The runs.
-        num_draws: Replicates per method, of which intervals are made.
+        num_draws: Number of replicates per method, from which intervals are computed.
         seed: Seed of the draws; the same seed gives the same intervals.
     """
     choice = choose_method(runs)

@@ -1,7 +1,7 @@
-"""Replicates of a sweep: how often each run is drawn.
+"""Bootstrap replicates of a sweep, represented as counts of each run.
 
-A replicate is a row of counts, not a copy of the runs, so that a thousand of them are one matrix
-and every fit takes all of them at once.
+A replicate is a row of counts, not a copy of the runs, so that a thousand replicates are one matrix
+and every fit processes all of them at once.
 """
 
 from typing import Literal
@@ -19,14 +19,14 @@ _FEWEST_ANSWERS = 0.5
 
 
 def draw_counts(sweep: Sweep, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> Array:
-    """Returns one row per replicate: how often it drew each run."""
+    """Returns one row per replicate: the number of times it drew each run."""
     size = len(sweep)
     generator = np.random.default_rng(seed)
     return generator.multinomial(size, np.full(size, 1 / size), size=num_draws).astype(np.float64)
 
 
 def require_replicates(method: MethodName, share: float) -> None:
-    """Refuses a method of which fewer than half of the replicates come to an answer."""
+    """Raises an error if fewer than half of a method's replicates produce an answer."""
     if share < _FEWEST_ANSWERS:
         raise UsageError(
             f"{method}: only {share:.0%} of the bootstrap replicates give an answer, so it has no "
@@ -35,10 +35,10 @@ def require_replicates(method: MethodName, share: float) -> None:
 
 
 def widen(value: Array, draws: Array, num_runs: int, num_coefficients: int) -> Array:
-    """Spreads draws of a positive number about its estimate as the fit's freedom demands.
+    """Widens the draws of a positive number about its estimate, to correct for degrees of freedom.
 
-    A replicate repeats some runs and its fit bends to them, so its residuals, and with them the
-    spread of draws, are too small by the share of coefficients among the runs.
+    A replicate repeats some runs and its fit adapts to them. Its residuals, and therefore the
+    spread of the draws, are too small by a factor that depends on coefficients per run.
     """
     factor = np.sqrt(num_runs / max(num_runs - num_coefficients, 1))
     return np.asarray(value * (draws / value) ** factor)

@@ -1,9 +1,9 @@
-"""The envelope of training curves: at every budget, which size had the least loss so far.
+"""The envelope of training curves: for every budget, the size with the lowest loss so far.
 
-A curve is read as if each of its points were the end of a run, which holds only where the learning
-rate had decayed by then; the diagnosis compares curves with final losses. At each of many budgets
-a parabola through the lowest curve and its neighbours in size finds the best N between them. A
-budget where the smallest or the largest model leads has no minimum and does not count.
+Each point of a curve is treated as the end of a run, which is valid only if the learning rate had
+decayed by then; `diagnose` compares curves with final losses. At each of many budgets, a parabola
+through the lowest curve and its neighbours in size interpolates the best N. A budget at which the
+smallest or the largest model has the lowest loss has no minimum and is skipped.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ from paceline.scaling.fits.isoflop import (
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array, compute_for
 
-# Neighbouring points of one curve are the same run, so more budgets would only seem to be more.
+# Neighbouring points of one curve belong to the same run: more budgets add no information.
 _NUM_BUDGETS = 24
 
 
 def fit_envelope(sweep: Sweep, num_draws: int, seed: int = 0) -> PowerLawFit:
-    """Fits the power laws through the envelope's minima."""
+    """Fits power laws through the minima of the envelope."""
     sizes, budgets, losses = curve_losses(sweep)
     points = []
     for budget, column in zip(budgets, losses.T, strict=True):

@@ -1,16 +1,16 @@
-"""Which method to believe: the one that predicts budgets which it was not shown.
+"""Chooses the method that best predicts held-out budgets.
 
-The largest third of the budgets is held out (at least one, and three stay), every method is fitted
-to the smaller ones, once to all runs and once to those near the best of their budget
-(`runs.trimming`), and its least loss at each held-out budget is compared with the minimum there:
-the vertex of that budget's own parabola, or its lowest run where there is no vertex.
+The largest third of the budgets is held out (at least one, and at least three remain). Every method
+is fitted to the smaller budgets, once with all runs and once with those near the best of their
+budget (`runs.trimming`). Its lowest loss at each held-out budget is compared with the observed
+minimum: the vertex of that budget's own parabola, or its lowest run if there is no vertex.
 
 error = mean over held-out budgets of |log(predicted / observed least loss)|
 
-Methods whose errors differ by less than runs repeat (0.3%) cannot be told apart; of those the first
-in this order is taken: the surface, which uses every run; the parabola; the lowest run. A surface
-whose residuals have a pattern is passed over: one budget may be predicted by luck, and a surface
-that does not describe its own runs has no reason to hold beyond them.
+Methods whose errors differ by less than the run-to-run noise (0.3%) are indistinguishable. Ties are
+broken in this order: the surface, which uses every run; the parabola; the lowest run. A surface
+whose residuals have a pattern is skipped: it may predict one budget by luck, but a surface that
+does not describe its own runs is not expected to extrapolate.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from paceline.scaling.runs.trimming import trim_far_runs
 from paceline.scaling.surface import Array
 
 HELD_OUT_SHARE = 3
-"""One budget of so many is held out."""
+"""One in this many budgets is held out."""
 _FEWEST_FITTED = 3
 RUNS_REPEAT_TO = 0.003
 
@@ -38,21 +38,21 @@ _METHODS: dict[MethodName, Callable[[Sweep], MethodFit]] = {
     "parabola": lambda sweep: fit_parabola(sweep, np.ones((1, len(sweep)))),
     "lowest_run": lambda sweep: fit_lowest_run(sweep, num_draws=1),
 }
-"""The methods that are judged, the one to believe first where they cannot be told apart."""
+"""The methods that are scored, in the order of preference for ties."""
 
 _TRIMMED: dict[MethodName, tuple[bool, ...]] = {
-    # A surface is to describe every run, a parabola those near the minimum.
+    # A surface should describe every run, a parabola only those near the minimum.
     "parametric": (False, True),
     "parabola": (True, False),
-    # The lowest run of a budget is never left out.
+    # Trimming never removes the lowest run of a budget.
     "lowest_run": (False,),
 }
-"""Whether each is fitted to the runs near the best of their budget, what to believe first ahead."""
+"""Whether to trim to the runs near the best of their budget, in the order of preference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldOutScore:
-    """How well one method predicted the budgets that it was not shown."""
+    """Error of one method on the held-out budgets."""
 
     method: MethodName
     is_trimmed: bool
@@ -65,15 +65,15 @@ class HeldOutScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodChoice:
-    """The method whose answer is the headline, and why."""
+    """The method whose answer is reported, and the reason."""
 
     method: MethodName
     is_trimmed: bool
-    """Whether only the runs near the best of their budget are used, by all methods."""
+    """Whether all methods are fitted only to the runs near the best of their budget."""
     held_out: tuple[float, ...]
-    """The budgets that were held out, in FLOPs; empty where there are too few to judge by."""
+    """The held-out budgets in FLOPs; empty if there are too few budgets to hold any out."""
     scores: tuple[HeldOutScore, ...]
-    """What was judged, from the least error to the largest."""
+    """All scores, in ascending order of error."""
 
     @property
     def error(self) -> float | None:
@@ -84,7 +84,7 @@ class MethodChoice:
 
     @property
     def reason(self) -> str:
-        """Why this method, in a sentence with its figures."""
+        """The reason for this choice, as a sentence with errors."""
         if self.error is None:
             return (
                 f"{self.method} is used without validation: fewer than {_FEWEST_FITTED + 1} "
@@ -92,7 +92,7 @@ class MethodChoice:
             )
         budgets = ", ".join(f"{budget:.3g}" for budget in self.held_out)
         others = []
-        # From the least error to the largest, so that the first of a method is its best.
+        # Scores are in ascending order of error, so the first score of a method is its best.
         for name in dict.fromkeys(score.method for score in self.scores):
             if name != self.method:
                 score = next(score for score in self.scores if score.method == name)
@@ -126,7 +126,7 @@ def choose_method(sweep: Sweep) -> MethodChoice:
                 predicted = fit_method(fitted).optimum(budgets)[1]
                 found = fit_method(whole)
             except UsageError:
-                # What the smaller budgets or the whole sweep do not allow cannot answer.
+                # The method does not apply to the smaller budgets or to the whole sweep.
                 continue
             scores.append(
                 HeldOutScore(
@@ -148,7 +148,7 @@ def choose_method(sweep: Sweep) -> MethodChoice:
 
 
 def _hold_out(sweep: Sweep) -> tuple[Sweep, Sweep] | None:
-    """Returns the runs of the smaller budgets and of those held out, if enough remain."""
+    """Splits off the runs of the largest budgets; returns None if too few budgets would remain."""
     profiles = find_profiles(sweep)
     num_held_out = min(max(1, len(profiles) // HELD_OUT_SHARE), len(profiles) - _FEWEST_FITTED)
     if num_held_out < 1:
@@ -159,7 +159,7 @@ def _hold_out(sweep: Sweep) -> tuple[Sweep, Sweep] | None:
 
 
 def _minima(sweep: Sweep) -> tuple[Array, Array]:
-    """Returns the budgets of a sweep and the least loss at each."""
+    """Returns the budgets of a sweep and the lowest loss at each."""
     profiles = find_profiles(sweep)
     least = [profile.vertex_loss or sweep.loss[profile.lowest] for profile in profiles]
     return np.array([profile.compute for profile in profiles]), np.array(least)
@@ -171,7 +171,7 @@ def _leaves_a_pattern(sweep: Sweep, found: MethodFit) -> bool:
 
 
 def _first_to_believe(scores: list[HeldOutScore]) -> HeldOutScore:
-    """Returns the first score, in the order of preference, that is as good as the best."""
+    """Returns the first score, in the order of preference, that is within noise of the best."""
     sound = [score for score in scores if not score.has_pattern] or scores
     least = min(score.error for score in sound)
     return next(score for score in sound if score.error <= least + RUNS_REPEAT_TO)

@@ -1,10 +1,10 @@
-"""The parametric method as published: Huber's loss on log L, from a grid of starts.
+"""The parametric method as published: Huber loss on log L, from a grid of starting points.
 
-The logarithm of the surface is a log-sum-exp of five unconstrained numbers. Huber's loss with a
-knee of a thousandth makes it nearly a fit of absolute errors, deaf to a few bad runs. It has
-several local minima, hence the grid of starts; all starts, and then all replicates, take their
-damped Gauss-Newton steps together. Sums are never averages here, and steps end when the surface
-stands still: a mean over runs with an optimiser's default tolerance stops where it started.
+The logarithm of the surface is a log-sum-exp of five unconstrained numbers. A Huber loss with a
+knee of 1e-3 is nearly an absolute error, robust to a few bad runs. It has several local minima,
+hence the grid of starts. All starts, and then all replicates, take damped Gauss-Newton steps in one
+batch. The objective is a sum over runs, never a mean, and iteration stops only when the surface
+stops moving: a mean with an optimiser's default tolerance would stop near the starting point.
 """
 
 import itertools
@@ -36,12 +36,12 @@ _BOUNDS = (
 
 
 def huber_objective(sweep: Sweep, surface: LossSurface) -> float:
-    """Returns the sum over runs of Huber's loss of the residual in log L."""
+    """Returns the sum over runs of the Huber loss of the residual in log L."""
     return float(_huber(residuals_of(surface, sweep)).sum())
 
 
 def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
-    """Fits the surface from a grid of starts, and from its best every row of counts."""
+    """Fits the surface from a grid of starts, then every row of counts from the best fit."""
     require_runs(sweep)
     centres = np.array([np.log(sweep.parameters).mean(), np.log(sweep.tokens).mean()])
     log_n, log_d = np.log(sweep.parameters) - centres[0], np.log(sweep.tokens) - centres[1]
@@ -62,7 +62,7 @@ def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
 
 
 def _starts(loss: Array) -> Array:
-    """Returns rows of log E, log A, alpha, log B, beta, with N and D about their centres."""
+    """Returns rows of log E, log A, alpha, log B, beta, with N and D relative to their centres."""
     lowest, middle = float(loss.min()), float(np.median(loss))
     rows = []
     for alpha, beta, floor, share in itertools.product(
@@ -82,7 +82,7 @@ def _huber(residual: Array) -> Array:
 def _descend(
     start: Array, log_n: Array, log_d: Array, log_loss: Array, counts: Array
 ) -> tuple[Array, Array]:
-    """Descends from every row of `start`, in chunks that bound the memory."""
+    """Descends from every row of `start`, in chunks that bound memory."""
     size = max(1, _CHUNK_ELEMENTS // len(log_n))
     parts = [
         _descend_chunk(start[begin:end], log_n, log_d, log_loss, counts[begin:end])
@@ -104,7 +104,7 @@ def _descend_chunk(
         log_surface = np.logaddexp.reduce(terms, axis=1)
         of_e, of_n, of_d = np.exp(terms - log_surface[:, None, :]).swapaxes(0, 1)
         residual = log_loss - log_surface
-        # Reweighted least squares: beyond the knee the loss grows with the residual's size alone.
+        # Iteratively reweighted least squares: beyond the knee the loss is linear in the residual.
         weights = np.minimum(1.0, KNEE / np.maximum(np.abs(residual), _TINY))
         return Linearization(
             residual=residual,

@@ -1,10 +1,10 @@
-"""IsoFLOP profiles: for every budget the size with the least loss, then a power law through them.
+"""IsoFLOP profiles: the size with the lowest loss at every budget, then a power law through them.
 
-The lowest run is quick and coarse: its N is one of those that were tried, so it errs by up to half
-a step of the sweep, and differently at every budget. A parabola in log N finds the minimum between
-runs; because a loss profile is steeper on one side, runs far from the minimum pull the vertex, so
-each counts by how near it is to the lowest one. A budget whose lowest run is the smallest or the
-largest tried has no minimum to be found and does not count; the diagnosis names it.
+The lowest run is fast but coarse: its N is one of the sizes tried, so its error is up to half a
+step of the sweep, and differs between budgets. A parabola in log N interpolates the minimum between
+runs. A loss profile is steeper on one side, so runs far from the minimum bias the vertex; runs are
+therefore weighted by their distance from the lowest one. A budget whose lowest run is the smallest
+or the largest tried has no interior minimum and is skipped; `diagnose` reports it.
 """
 
 import dataclasses
@@ -23,37 +23,37 @@ from paceline.scaling.fits.power_law import (
 from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
 
-# Runs at a fifth or five times of the lowest one's size count 0.6 of it.
+# Runs with a fifth or five times the size of the lowest one have a weight of 0.6.
 _REACH = float(np.log(5.0))
 _FEWEST_SIZES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """The runs of one budget and where their loss is least."""
+    """The runs of one budget and their minimum."""
 
     compute: float
     members: "np.ndarray[tuple[int], np.dtype[np.intp]]"
     """Indices of the budget's runs in the sweep, from small to large models."""
     lowest: int
-    """Index in the sweep of the run with the least loss."""
+    """Index in the sweep of the run with the lowest loss."""
     edge: str | None
-    """"smallest" or "largest" where the least loss is that of such a model."""
+    """"smallest" or "largest" if the lowest run is the smallest or largest model, else None."""
     coefficients: Array | None
-    """Coefficients of the parabola in log N about the lowest run, constant first, if it has one."""
+    """Coefficients of the parabola in log N about the lowest run, constant first, if any."""
     vertex: float | None
-    """The parabola's N of least loss."""
+    """N at the minimum of the parabola."""
     vertex_loss: float | None
     """Loss at that N."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PowerLawFit:
-    """A power law of N and a saturating one of the loss, with their replicates."""
+    """A power law for N and a saturating law for the loss, with their replicates."""
 
     method: MethodName
     compute: Array
-    """Budgets of the points that the laws go through."""
+    """Budgets of the fitted points."""
     parameters: Array
     loss: Array
     line: LogLine
@@ -63,15 +63,15 @@ class PowerLawFit:
 
     @property
     def exponent(self) -> float:
-        """The power of C with which the best N grows."""
+        """Exponent of C in the best N."""
         return float(self.line.slope[0])
 
     def optimum(self, compute: Array) -> tuple[Array, Array]:
-        """Returns the best N and the loss there, one per budget."""
+        """Returns the best N and its loss for each budget."""
         return self.line.at(compute)[0], self.law.at(compute)[0]
 
     def draws(self, compute: Array) -> tuple[Array, Array]:
-        """Returns the same for every replicate, a row each."""
+        """Returns the best N and its loss for each budget, with one row per replicate."""
         return self.drawn_lines.at(compute), self.drawn_laws.at(compute)
 
 
@@ -108,7 +108,7 @@ def find_profiles(sweep: Sweep) -> list[Profile]:
 
 
 def fit_lowest_run(sweep: Sweep, num_draws: int, seed: int = 0) -> PowerLawFit:
-    """Takes the run with the least loss of every budget, as courses advise."""
+    """Fits power laws through the lowest run of every budget, as courses recommend."""
     profiles = find_profiles(sweep)
     require_points("lowest_run", len(profiles))
     compute = np.array([profile.compute for profile in profiles])
@@ -119,7 +119,7 @@ def fit_lowest_run(sweep: Sweep, num_draws: int, seed: int = 0) -> PowerLawFit:
 
 
 def fit_parabola(sweep: Sweep, counts: Array) -> PowerLawFit:
-    """Takes the vertex of each budget's parabola; replicates are rows of counts of runs."""
+    """Fits power laws through the vertex of each budget's parabola, once per row of counts."""
     profiles = [profile for profile in find_profiles(sweep) if profile.vertex is not None]
     require_points("parabola", len(profiles))
     compute = np.array([profile.compute for profile in profiles])
@@ -153,11 +153,11 @@ def power_law_through(
     num_draws: int,
     seed: int = 0,
 ) -> PowerLawFit:
-    """Fits both laws through given points; replicates come from the scatter about the laws."""
+    """Fits both laws through given points; replicates resample the scatter about the laws."""
     law = fit_saturating_law(compute, loss[None])
     fitted = law.at(compute)[0]
     generator = np.random.default_rng(seed)
-    # Least squares leaves residuals too small by the parameters that it fitted.
+    # Correct the residuals of least squares for the degrees of freedom.
     residual = (loss - fitted) * np.sqrt(len(loss) / max(len(loss) - 3, 1))
     drawn = fitted + generator.choice(residual, size=(num_draws, len(loss)))
     return PowerLawFit(
@@ -173,7 +173,7 @@ def power_law_through(
 
 
 def require_points(method: str, num_points: int) -> None:
-    """Refuses a power law through fewer than three points."""
+    """Raises an error if there are fewer than three points for a power law."""
     if num_points < _FEWEST_SIZES:
         raise UsageError(
             f"{method}: {num_points} budgets have a minimum, a power law needs {_FEWEST_SIZES}; "
@@ -202,7 +202,7 @@ def _drawn_vertices(sweep: Sweep, profile: Profile, counts: Array) -> tuple[Arra
     drawn = _coefficients(offset, losses, counts[:, profile.members])
     with np.errstate(invalid="ignore", divide="ignore"):
         vertex = -drawn[:, 1] / (2 * drawn[:, 2])
-    # A replicate without a minimum among the sizes that were tried says nothing of it.
+    # Discard a replicate whose minimum lies outside the range of sizes.
     is_inside = (drawn[:, 2] > 0) & (vertex >= offset[0]) & (vertex <= offset[-1])
     return (
         np.where(is_inside, centre * np.exp(np.where(is_inside, vertex, 0.0)), np.nan),
@@ -211,7 +211,7 @@ def _drawn_vertices(sweep: Sweep, profile: Profile, counts: Array) -> tuple[Arra
 
 
 def _coefficients(offset: Array, losses: Array, counts: Array) -> Array:
-    """Fits parabolas, a row per replicate; too few distinct sizes give no numbers."""
+    """Fits one parabola per replicate; returns NaN if there are too few distinct sizes."""
     weights = counts * np.exp(-0.5 * (offset / _REACH) ** 2)
     powers = np.stack([np.ones_like(offset), offset, offset**2])
     gram = np.einsum("rn,in,jn->rij", weights, powers, powers, optimize=True)

@@ -1,11 +1,11 @@
-"""Whether a surface describes its runs as well as their noise allows.
+"""Tests whether a surface describes its runs to within their noise.
 
-If it does, residuals are noise, and nothing smooth in log N and log D explains more of them than
-chance would. Departures that are known to happen leave known patterns: a learning rate that was
-tuned at one size grows worse with the square of log N, an optimum that drifts with compute couples
-log N and log D, a warm-up of fixed length costs in proportion to 1/D. Each of these, and low powers
-of both logarithms for what has no name, is put to an F test after taking out what the surface's own
-coefficients could absorb; as there are several tests, each must be that much more certain.
+If it does, the residuals are noise, and no smooth function of log N and log D explains more of them
+than chance would. Known departures leave known patterns: the penalty of a learning rate tuned at
+one size grows with the square of log N; an optimum that drifts with compute couples log N and
+log D; a warm-up of fixed length costs in proportion to 1/D. Each of these, and low powers of both
+logarithms as a catch-all, is subjected to an F test after projecting out the surface's own
+coefficients. The p-values are multiplied by the number of tests (Bonferroni).
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ _POWERS = ((1, 1), (2, 0), (0, 2), (3, 0), (0, 3))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LackOfFit:
-    """The strongest of the patterns."""
+    """The most significant pattern in the residuals."""
 
     chance: float
     """Probability of a pattern at least as strong if the surface were right."""
     size: float
     """Root mean square of the pattern, as a share of the loss."""
     resembles: str
-    """A cause that leaves such a pattern, in words."""
+    """A cause that leaves a pattern like this, in words."""
 
     @property
     def is_certain(self) -> bool:
-        """Whether it is hardly chance, and large enough to move an answer."""
+        """Whether the pattern is significant and large enough to change an answer."""
         return self.chance <= _CERTAIN and self.size >= _SMALLEST_PATTERN
 
 
 def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:
-    """Tests the residuals for patterns; None where there are too few runs to tell."""
+    """Tests the residuals for patterns; returns None if there are too few runs."""
     centre = np.exp(np.log(sweep.parameters).mean()), np.exp(np.log(sweep.tokens).mean())
     slopes = fit.surface.log_slopes(sweep.parameters, sweep.tokens, centre)
     tangent, _ = np.linalg.qr(slopes / np.linalg.norm(slopes, axis=0))
@@ -57,7 +57,7 @@ def find_lack_of_fit(sweep: Sweep, fit: SurfaceFit) -> LackOfFit | None:
         return None
     strongest = min(found, key=lambda lack: lack.chance)
     named = min(found[:-1], key=lambda lack: lack.chance, default=strongest)
-    # A strong departure shows in every pattern, and best in the one with most freedom.
+    # A strong departure is significant in every pattern, and most in the most flexible one.
     resembles = named.resembles if named.chance < _CERTAIN else strongest.resembles
     return dataclasses.replace(strongest, resembles=resembles)
 
@@ -73,11 +73,11 @@ def _patterns(sweep: Sweep) -> dict[str, Array]:
 
 
 def _test(residual: Array, patterns: Array, freedom: int) -> tuple[float, float] | None:
-    """Returns the chance of what the patterns explain, and its size."""
+    """Returns the p-value of the patterns and the RMS of the residual that they explain."""
     from scipy.special import fdtrc
 
     basis, scales, _ = np.linalg.svd(patterns, full_matrices=False)
-    # What the surface can imitate is no pattern of its own.
+    # Drop directions that the surface itself can absorb.
     basis = basis[:, scales > 1e-6 * max(float(scales.max()), 1.0)]
     freedom -= basis.shape[1]
     if freedom < 1 or not basis.shape[1]:

@@ -1,13 +1,13 @@
 """Levenberg-Marquardt for many small least-squares problems at once.
 
-A row is a problem: a start of a grid, a bootstrap replicate, a point of a profile. Rows share one
-call of NumPy per step and differ in their damping; a row that stands still leaves the batch. A
-step that does not lower its row's objective is not taken, and the next one is shorter. Robust
-losses come in as weights that change with the residuals (iteratively reweighted least squares)
-beside the objective that they stand for; variable projection as slopes from which the linear
-coefficients are projected out.
+Each row is a problem: a start of a grid, a bootstrap replicate, a point of a profile. Rows share
+one NumPy call per step but have separate damping; a converged row leaves the batch. A step that
+does not lower its row's objective is rejected, and the damping is increased. Robust losses are
+expressed as weights that depend on the residuals (iteratively reweighted least squares), together
+with the objective that they represent. Variable projection is expressed as slopes from which the
+linear coefficients are projected out.
 
-Reference: Marquardt 1963; the damping is scaled by the curvature's diagonal, as he does.
+Reference: Marquardt 1963; the damping is scaled by the diagonal of the curvature, as in the paper.
 """
 
 from collections.abc import Callable
@@ -22,32 +22,32 @@ Rows = npt.NDArray[np.intp]
 
 _FIRST_DAMPING = 1e-3
 _DAMPING_RANGE = (1e-12, 1e12)
-# Keeps steps defined where the residuals do not determine a coefficient at all.
+# Keeps the solve non-singular where the residuals do not determine a coefficient.
 _TINY = 1e-300
 
 
 class Linearization(NamedTuple):
-    """Problems near one point each: rows are problems, the last axis runs over residuals."""
+    """Linearised problems: rows are problems, the last axis runs over residuals."""
 
     residual: Array
-    """Observed less fitted values: rows, residuals."""
+    """Observed minus fitted values: rows, residuals."""
     slopes: Array
-    """Slopes of the fitted values along the coefficients: rows, coefficients, residuals."""
+    """Derivatives of the fitted values by the coefficients: rows, coefficients, residuals."""
     weights: Array
     """Weights of the squared residuals: rows, residuals."""
     objective: Array
-    """What is minimised, one number per row."""
+    """The minimised value, one number per row."""
 
 
 class Minimum(NamedTuple):
-    """Where every row came to rest."""
+    """The result of the minimisation, per row."""
 
     coefficients: Array
     """The best coefficients: rows, coefficients."""
     objective: Array
     """The objective there, one number per row."""
     last_step: Array
-    """Largest change that the last step of each row tried."""
+    """Largest coefficient change of the last attempted step of each row."""
 
 
 def minimize(
@@ -60,15 +60,15 @@ def minimize(
     gain_tolerance: float = 0.0,
     largest_step: float = np.inf,
 ) -> Minimum:
-    """Descends from every row of `start` until it stands still.
+    """Minimises every row from `start` until it converges.
 
     Args:
-        start: Coefficients to begin with, a row per problem.
-        linearize: Gives the problems of the rows asked for, near the coefficients given for them.
-        bounds: Least and largest values of the coefficients; steps are cut off there.
-        max_steps: Steps after which rows that still move are left where they are.
-        step_tolerance: A row whose step changes no coefficient by more stands still.
-        gain_tolerance: So does one whose objective falls by a smaller share than this.
+        start: Initial coefficients, a row per problem.
+        linearize: Linearises the problems with the given row indices at the given coefficients.
+        bounds: Lower and upper bounds of the coefficients; steps are clipped to them.
+        max_steps: Maximum number of steps; rows that have not converged keep their best point.
+        step_tolerance: A row converges if its step changes no coefficient by more than this.
+        gain_tolerance: A row also converges if its objective falls by less than this share.
         largest_step: Largest change of a coefficient in one step.
     """
     best = start.copy()

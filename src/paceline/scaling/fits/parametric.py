@@ -1,8 +1,8 @@
-"""The parametric method: one surface through all runs at once, by variable projection.
+"""The parametric method: one surface fitted to all runs at once, by variable projection.
 
-Every run counts, not only those near a minimum, and runs need not share budgets. Replicates are
-fitted in the same call; those that leave the allowed exponents are dropped and counted, since a
-sweep for which many do does not determine the surface.
+It uses every run, not only those near a minimum, and runs need not share budgets. Replicates are
+fitted in one batch. Replicates whose exponents reach the allowed range are dropped and counted: if
+there are many of them, the sweep does not determine the surface.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ NUM_COEFFICIENTS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SurfaceFit:
-    """A surface, its replicates, and how well it describes the runs."""
+    """A surface, its replicates, and its residuals."""
 
     method: MethodName
     surface: LossSurface
     replicates: FittedSurfaces
     residuals: Array
-    """Log of the observed over the fitted loss of every run."""
+    """Log of observed over fitted loss, for every run."""
 
     @property
     def exponent(self) -> float:
-        """The power of C with which the best N grows."""
+        """Exponent of C in the best N."""
         return self.surface.allocation_exponent
 
     @property
@@ -41,15 +41,15 @@ class SurfaceFit:
 
     @property
     def failed_share(self) -> float:
-        """Share of the replicates that determine no surface."""
+        """Share of the replicates that failed to determine a surface."""
         return float(1 - self.replicates.is_converged.mean())
 
     def optimum(self, compute: Array) -> tuple[Array, Array]:
-        """Returns the best N and the loss there, one per budget."""
+        """Returns the best N and its loss for each budget."""
         return self.surface.optimal_parameters(compute), self.surface.optimal_loss(compute)
 
     def draws(self, compute: Array) -> tuple[Array, Array]:
-        """Returns the same for every replicate, a row each."""
+        """Returns the best N and its loss for each budget, with one row per replicate."""
         drawn = optima_of(self.replicates, compute)
         num_runs = len(self.residuals)
         parameters, loss = (
@@ -59,14 +59,14 @@ class SurfaceFit:
         return parameters, loss
 
     def loss_draws(self, parameters: float, tokens: float) -> Array:
-        """Returns the loss of one size of run, by every replicate that determines a surface."""
+        """Returns the loss of a run of the given size, one value per converged replicate."""
         drawn = losses_of(self.replicates, parameters, tokens)[:, 0]
         value = self.surface.loss(parameters, tokens)
         return widen(value, drawn, len(self.residuals), NUM_COEFFICIENTS)
 
 
 def fit_parametric(sweep: Sweep, counts: Array) -> SurfaceFit:
-    """Fits the surface to a sweep, and to each row of counts of its runs."""
+    """Fits the surface to a sweep, and once to each row of counts."""
     require_runs(sweep)
     point = fit_projection(sweep.parameters, sweep.tokens, sweep.loss)
     surface = surface_of(point, 0)
@@ -81,7 +81,7 @@ def fit_parametric(sweep: Sweep, counts: Array) -> SurfaceFit:
 
 
 def require_runs(sweep: Sweep) -> None:
-    """Refuses a sweep that cannot determine five coefficients."""
+    """Raises an error if the sweep has too few distinct runs for five coefficients."""
     num_points = len(np.unique(np.stack([sweep.parameters, sweep.tokens]), axis=1).T)
     if num_points <= NUM_COEFFICIENTS:
         raise UsageError(
@@ -91,7 +91,7 @@ def require_runs(sweep: Sweep) -> None:
 
 
 def surface_of(fit: FittedSurfaces, row: int) -> LossSurface:
-    """Returns one replicate's surface; one that determines none is an error."""
+    """Returns the surface of one row; raises an error if it has not converged."""
     if not fit.is_converged[row]:
         raise UsageError(
             "no surface E + A/N^alpha + B/D^beta describes these runs: the loss does not fall "
@@ -106,13 +106,13 @@ def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
 
 
 def optima_of(fit: FittedSurfaces, compute: Array) -> tuple[Array, Array]:
-    """Returns the best N and its loss of every replicate that determines a surface."""
+    """Returns the best N and its loss for every converged replicate."""
     _floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
     parameters = optimal_parameters(compute, scale_n, alpha, scale_d, beta)
     return parameters, losses_of(fit, parameters, tokens_for(compute, parameters))
 
 
 def losses_of(fit: FittedSurfaces, parameters: Array | float, tokens: Array | float) -> Array:
-    """Returns the loss at some sizes, a row for every replicate that determines a surface."""
+    """Returns the loss at the given sizes, with one row per converged replicate."""
     floor, scale_n, alpha, scale_d, beta = fit.coefficients[fit.is_converged].T[..., None]
     return np.asarray(floor + scale_n * parameters**-alpha + scale_d * tokens**-beta)

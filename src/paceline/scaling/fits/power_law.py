@@ -1,9 +1,8 @@
 """Power laws through a few points: N = k C^a, and L = E + K C^-g.
 
-The first is a line between logarithms: the lowest losses of nine budgets span orders of magnitude
-in N, and a fit of N itself would hear only the largest. The second is linear in E and K once g is
-given, so g alone is searched. Both take many replicates at once, a row each; a replicate's point
-that is not a number counts for nothing.
+The first is fitted as a line in log space: N spans orders of magnitude, and a fit of N itself would
+be dominated by the largest values. The second is linear in E and K for a given g, so only g is
+searched. Both fit many replicates at once, one per row; NaN points of a replicate are ignored.
 """
 
 import dataclasses
@@ -32,12 +31,12 @@ class LogLine:
         """Returns N of every replicate (rows) for every budget (columns)."""
         offset = np.log(compute) - self.centre
         logs = self.level[:, None] + self.slope[:, None] * offset
-        # Three points leave a Student distribution without a mean, whose draws know no bounds.
+        # Three points leave a Student distribution without a mean, so draws can be arbitrarily far.
         return np.asarray(np.exp(np.clip(logs, -_LARGEST_LOG, _LARGEST_LOG)))
 
 
 def fit_log_line(compute: Array, values: Array) -> LogLine:
-    """Fits every row of `values` in log space."""
+    """Fits a line to every row of `values` in log space."""
     is_known = np.isfinite(values)
     log_values = np.log(np.where(is_known, values, 1.0))
     centre = float(np.log(compute).mean())
@@ -47,7 +46,7 @@ def fit_log_line(compute: Array, values: Array) -> LogLine:
         mean_x = (is_known * offset).sum(axis=1) / count
         mean_y = (is_known * log_values).sum(axis=1) / count
         x, y = offset - mean_x[:, None], log_values - mean_y[:, None]
-        # Fewer than two points give 0/0: such a replicate is not a number and drops out.
+        # Fewer than two points give 0/0: the replicate becomes NaN and is dropped.
         slope = (is_known * x * y).sum(axis=1) / (is_known * x**2).sum(axis=1)
     residual = is_known * (y - slope[:, None] * x)
     return LogLine(
@@ -56,16 +55,16 @@ def fit_log_line(compute: Array, values: Array) -> LogLine:
 
 
 def draw_log_lines(compute: Array, values: Array, num_draws: int, seed: int = 0) -> LogLine:
-    """Draws lines from the Student distribution that least squares leaves for one row of values.
+    """Draws lines from the Student distribution of a least-squares fit to one row of values.
 
-    The percentiles of these draws are the textbook's intervals of the regression line.
+    The percentiles of these draws are the textbook confidence intervals of the regression line.
     """
     line = fit_log_line(compute, values[None])
     offset = np.log(compute) - line.centre
     freedom = len(values) - 2
     generator = np.random.default_rng(seed)
     scale = np.sqrt(line.squares[0] / max(freedom, 1))
-    # Level and slope are independent, because budgets are counted from their centre.
+    # Level and slope are independent, because log C is centred.
     chi = np.sqrt(generator.chisquare(max(freedom, 1), num_draws) / max(freedom, 1))
     normal = generator.standard_normal((2, num_draws)) / chi
     return LogLine(
@@ -97,11 +96,11 @@ class SaturatingLaw:
 
 
 def fit_saturating_law(compute: Array, losses: Array) -> SaturatingLaw:
-    """Fits every row of `losses`, in relative error and with a floor that is not negative."""
+    """Fits every row of `losses` by relative error, with a non-negative floor."""
     centre = float(np.exp(np.log(compute).mean()))
     ratio = np.log(compute / centre)
     is_known = np.isfinite(losses)
-    # Two points lie on many such laws: what replicates without a third say is not a number.
+    # Two points do not determine the law: the result is NaN for replicates with fewer than three.
     is_determined = is_known.sum(axis=1) >= _FEWEST_POINTS
     is_known = is_known | ~is_determined[:, None]
     safe = np.where(is_known & is_determined[:, None], losses, 1.0)
@@ -128,7 +127,7 @@ def fit_saturating_law(compute: Array, losses: Array) -> SaturatingLaw:
 def _solve_law(
     exponents: Array, ratio: Array, weights: Array, losses: Array
 ) -> tuple[Array, Array, Array]:
-    """Solves floor and height for a grid of exponents per replicate."""
+    """Solves for floor and height at each exponent of a grid, per replicate."""
     power = np.exp(-exponents[:, :, None] * ratio)
     total = weights.sum(axis=1)[:, None]
     first = np.einsum("rgb,rb->rg", power, weights)

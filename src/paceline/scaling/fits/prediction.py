@@ -1,7 +1,7 @@
-"""What every method answers: the best N and D and the loss there, with bands, at any budget.
+"""Predictions common to all methods: the best N and D and their loss, with bands, at any budget.
 
-A method has a point estimate and draws (replicates of it). N is drawn, D is always C / 6N, so that
-the two can never contradict each other. Bands are percentiles of the draws.
+A method provides a point estimate and draws (replicates). N is drawn and D is always C / 6N, so
+that the two are consistent. Bands are percentiles of the draws.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ DEFAULT_LEVEL = 0.9
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Band:
-    """A number per budget, with the interval of its draws."""
+    """An estimate per budget, with the interval of its draws."""
 
     value: Array
     low: Array
@@ -30,7 +30,7 @@ class Band:
     def at(self, index: int) -> Estimate:
         """Returns the estimate at one of the budgets."""
         value = float(self.value[index])
-        # Percentiles of a skewed bootstrap may pass the estimate itself.
+        # Percentiles of a skewed bootstrap may exclude the estimate itself.
         return Estimate(
             value=value,
             low=min(float(self.low[index]), value),
@@ -40,7 +40,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """One method's answer for some budgets."""
+    """One method's answer for several budgets."""
 
     method: MethodName
     """Name of the method."""
@@ -58,9 +58,9 @@ def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Pre
     """Returns a method's answer with intervals.
 
     Args:
-        fit: What one method made of the runs.
+        fit: The fit of one method.
         compute: The budgets in FLOPs.
-        level: Probability with which an interval is to hold the truth.
+        level: Coverage probability of the intervals.
     """
     parameters, loss = fit.optimum(compute)
     drawn_parameters, drawn_loss = fit.draws(compute)
@@ -69,7 +69,7 @@ def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Pre
         method=fit.method,
         compute=compute,
         parameters=sizes,
-        # The fewer parameters, the more tokens.
+        # Fewer parameters mean more tokens, so the bounds swap.
         tokens=Band(
             value=tokens_for(compute, sizes.value),
             low=tokens_for(compute, sizes.high),
@@ -87,15 +87,15 @@ def predict_loss(
     level: float = DEFAULT_LEVEL,
     seed: int = 0,
 ) -> Estimate:
-    """Returns the loss that one more run should end with.
+    """Returns the predicted loss of one more run.
 
-    The interval is for the run, not for the surface: the noise of a run is part of it.
+    The interval is for the run, not for the surface, so it includes the noise of a run.
 
     Args:
-        fit: What the parametric method made of the runs so far.
+        fit: The parametric fit of the runs so far.
         parameters: N of the run.
         tokens: D of the run.
-        level: Probability with which the interval is to hold the run's loss.
+        level: Coverage probability of the interval.
         seed: Seed of the noise.
     """
     value = fit.surface.loss(parameters, tokens)

@@ -1,10 +1,10 @@
-"""Profile intervals: how far the best N may move before the runs object.
+"""Profile intervals: the range of the best N that is compatible with the runs.
 
 For a budget C, write the surface about its own optimum (N*, D*):
-L = E + K (x/alpha + y/beta) with x = (N/N*)^-alpha and y = (D/D*)^-beta. The condition that N* is
-best is then built in, so that N* can be held at any value while the other four are fitted anew.
-The interval holds the values whose sum of squares exceeds the least one by no more than an F test
-allows. It needs no replicates and no symmetry, and is the check on the bootstrap.
+L = E + K (x/alpha + y/beta) with x = (N/N*)^-alpha and y = (D/D*)^-beta. The optimality of N* is
+built into this form, so N* can be fixed at any value while the other four are refitted. The
+interval contains the values whose sum of squares exceeds the minimum by no more than an F test
+allows. It needs no replicates and assumes no symmetry; it serves as a check on the bootstrap.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ _MAX_STEPS = 80
 _WIDENINGS = 6
 _TINY = 1e-300
 _FINEST_REACH = 1e-9
-# A best N that may be off by a factor of 1600 either way is not known at all.
+# A best N that is uncertain by a factor of 1600 either way is undetermined.
 _FARTHEST_REACH = float(np.log(1600.0))
 
 
@@ -32,7 +32,7 @@ def profile_interval(sweep: Sweep, fit: SurfaceFit, compute: float, level: float
     best = float(fit.surface.optimal_parameters(compute))
     freedom = len(sweep) - NUM_COEFFICIENTS
     allowed = 1 + float(fdtri(1, freedom, level)) / freedom
-    # The bootstrap tells how far to look; only how far the interval goes is found here.
+    # The bootstrap only sets the initial search range; the interval is found independently of it.
     drawn = fit.draws(np.array([compute]))[0][:, 0]
     reach = min(max(2 * float(np.log(drawn).std()), _FINEST_REACH), _FARTHEST_REACH)
     for _ in range(_WIDENINGS):
@@ -51,7 +51,7 @@ def profile_interval(sweep: Sweep, fit: SurfaceFit, compute: float, level: float
 
 
 def _crossing(logs: Array, excess: Array, edge: int, side: int) -> float:
-    """Returns where the excess passes zero beside a point inside; an open end is the last point."""
+    """Returns where the excess crosses zero next to `edge`; the last point if it never does."""
     beyond = edge + side
     if not 0 <= beyond < len(logs):
         return float(np.exp(logs[edge]))
@@ -60,7 +60,7 @@ def _crossing(logs: Array, excess: Array, edge: int, side: int) -> float:
 
 
 def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Array) -> Array:
-    """Returns the least sum of squared relative residuals for each value of the best N."""
+    """Returns the minimum sum of squared relative residuals for each value of the best N."""
     log_n = np.log(sweep.parameters) - np.log(optima)[:, None]
     log_d = np.log(sweep.tokens) - np.log(tokens_for(compute, optima))[:, None]
     exponents = np.tile(
@@ -68,11 +68,11 @@ def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Arra
     )
 
     def linearize(exponents: Array, rows: Rows) -> Linearization:
-        """Returns the problem in the exponents alone, E and K projected out."""
+        """Linearises the problem in the exponents, with E and K projected out."""
         alpha, beta = exponents[:, :1], exponents[:, 1:]
         u, v = log_n[rows], log_d[rows]
         x, y = np.exp(-alpha * u) / alpha, np.exp(-beta * v) / beta
-        # Errors are relative: everything is divided by the observed loss, which leaves ones to fit.
+        # Errors are relative: dividing by the observed loss makes the target all ones.
         design = np.stack([np.ones_like(x), x + y], axis=1) / sweep.loss
         gram = design @ design.transpose(0, 2, 1)
         linear = np.linalg.solve(gram, design.sum(axis=2, keepdims=True))

@@ -1,13 +1,13 @@
 """Variable projection for L = E + A/N^alpha + B/D^beta, for many replicates at once.
 
-Given the two exponents the surface is linear in E, A and B, so only the exponents are searched:
-first a grid, then Levenberg-Marquardt in the plane of the exponents, with the linear part solved
-anew after each step. Powers are taken of N and D relative to their geometric means; that alone
-turns a problem with a condition number of 10^11 into one of about 10.
+For given exponents the surface is linear in E, A and B, so only the exponents are searched: first
+on a grid, then by Levenberg-Marquardt over the two exponents, re-solving the linear part after each
+step. N and D are taken relative to their geometric means, which alone reduces the condition number
+from 10^11 to about 10.
 
-Errors are relative: residuals are divided by the observed loss, which for the few per cent that
-losses vary is the same as fitting the logarithm. A replicate is a row of weights, how often it
-drew each run; all replicates move together, and memory is bounded by taking them in chunks.
+Errors are relative: residuals are divided by the observed loss. Losses vary by only a few per cent,
+so this is equivalent to fitting the logarithm. A replicate is a row of weights: the number of times
+it drew each run. All replicates are fitted in one batch, in chunks that bound memory.
 Reference: Golub and Pereyra 1973; the Jacobian is Kaufman's (1975).
 """
 
@@ -24,27 +24,27 @@ _GRID = np.geomspace(0.06, 1.6, 18)
 _MAX_STEPS = 60
 CONVERGED_STEP = 1e-9
 _CHUNK_ELEMENTS = 2_000_000
-# Keeps the damped steps defined where a sweep does not determine an exponent at all.
+# Keeps the solve non-singular where a sweep does not determine a coefficient.
 _TINY = 1e-300
-# The octant of non-negative E, A and B, and its faces.
+# Coefficients kept on each face of the octant of non-negative E, A and B, the interior first.
 _FACES = ([0, 1, 2], [1, 2], [0, 1], [0, 2], [0])
 
 
 class FittedSurfaces(NamedTuple):
-    """The surface of every replicate, a row each."""
+    """The surface of every replicate, one row each."""
 
     coefficients: Array
     """E, A, alpha, B and beta: replicates, coefficients."""
     squares: Array
     """Sum of the squared relative residuals."""
     is_converged: npt.NDArray[np.bool_]
-    """Whether the steps ended inside the allowed exponents, with positive coefficients."""
+    """Whether the fit converged inside the exponent range, with positive A and B."""
 
 
 def fit_projection(
     parameters: Array, tokens: Array, loss: Array, weights: Array | None = None
 ) -> FittedSurfaces:
-    """Fits the runs with every row of `weights`; without any, every run counts once."""
+    """Fits the runs once per row of `weights`; without weights, every run counts once."""
     rows = np.ones((1, len(loss))) if weights is None else weights
     size = max(1, _CHUNK_ELEMENTS // (len(loss) * 8))
     parts = [
@@ -57,7 +57,7 @@ def fit_projection(
 def _fit_chunk(parameters: Array, tokens: Array, loss: Array, weights: Array) -> FittedSurfaces:
     centre_n, centre_d = (float(np.log(column).mean()) for column in (parameters, tokens))
     log_n, log_d = np.log(parameters) - centre_n, np.log(tokens) - centre_d
-    # Relative residuals: (L - E - P x - Q y)/L, weighted by how often a run was drawn.
+    # Relative residuals: (L - E - P x - Q y)/L, weighted by the counts.
     per_square = weights / loss**2
     per_loss = weights / loss
     start = _best_of_grid(log_n, log_d, per_square, per_loss, weights.sum(axis=1))
@@ -86,7 +86,7 @@ def _fit_chunk(parameters: Array, tokens: Array, loss: Array, weights: Array) ->
 def _best_of_grid(
     log_n: Array, log_d: Array, per_square: Array, per_loss: Array, total: Array
 ) -> Array:
-    """Returns the grid's alpha and beta with the least squares, a row per replicate."""
+    """Returns the alpha and beta of the grid with the least squares, one row per replicate."""
     x = np.exp(-np.outer(log_n, _GRID))
     y = np.exp(-np.outer(log_d, _GRID))
     num_x, num_y = x.shape[1], y.shape[1]
@@ -110,7 +110,7 @@ def _best_of_grid(
 
 
 class _LinearPart(NamedTuple):
-    """The linear coefficients that are best for given exponents, and what they were solved from."""
+    """The best linear coefficients for given exponents, with the matrices they were solved from."""
 
     linear: Array
     design: Array
@@ -134,13 +134,13 @@ def _solve(
 def _linearize(
     exponents: Array, log_n: Array, log_d: Array, per_square: Array, loss: Array
 ) -> Linearization:
-    """Returns the problem in the exponents alone, the linear part projected out."""
+    """Linearises the problem in the exponents, with the linear part projected out."""
     linear, design, weighted, gram = _solve(exponents, log_n, log_d, per_square, loss)
     residual = loss - (linear[:, None, :] @ design)[:, 0]
     slopes = -linear[:, 1:, None] * design[:, 1:]
     slopes[:, 0] *= log_n
     slopes[:, 1] *= log_d
-    # A coefficient that rests on its bound does not give way when the exponents move.
+    # A coefficient at its bound stays there when the exponents move.
     gives_way = (linear > 0).astype(np.float64)
     gram = gram * gives_way[:, :, None] * gives_way[:, None, :]
     cross = (weighted @ slopes.transpose(0, 2, 1)) * gives_way[:, :, None]
@@ -154,9 +154,9 @@ def _linearize(
 
 
 def solve_non_negative(gram: Array, moments: Array) -> Array:
-    """Solves normal equations; where a coefficient would be negative, without E or the term.
+    """Solves normal equations subject to non-negative coefficients.
 
-    With three unknowns the faces of the positive octant can be looked at one by one.
+    With three unknowns, the faces of the positive octant can be enumerated.
     """
     best = np.zeros_like(moments)
     gain = np.full(moments.shape[:-1], -np.inf)
@@ -171,12 +171,12 @@ def solve_non_negative(gram: Array, moments: Array) -> Array:
         best = np.where(is_better[..., None], candidate, best)
         gain = np.where(is_better, reached, gain)
         if len(kept) == len(_FACES[0]) and np.isfinite(gain).all():
-            # Inside of the octant nothing on its faces is better.
+            # A solution in the interior is better than any on a face.
             break
     return best
 
 
 def _ridge(gram: Array, kept: list[int]) -> Array:
-    # Fifteen digits below the diagonal: a column that repeats another must not stop the batch.
+    # 1e-15 of the diagonal: a duplicate column must not make the batch singular.
     diagonal = np.einsum("...ii->...i", gram)[..., kept]
     return np.asarray((1e-15 * diagonal + _TINY)[..., None] * np.eye(len(kept)))

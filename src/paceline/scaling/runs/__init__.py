@@ -1,1 +1,1 @@
-"""Runs of a sweep, and how they are read."""
+"""Runs of a sweep and their readers."""

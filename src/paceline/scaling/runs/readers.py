@@ -1,8 +1,8 @@
-"""Sweeps from files: JSON, JSON Lines, CSV, and records of runs.
+"""Reads sweeps from JSON, JSON Lines and CSV files, and from records of runs.
 
-The suffix says which; a line of JSON that carries a record's `schema` is read as a record, whose
-parameters are those of the model in its case. A JSON object is a file of several sweeps by name,
-each with `runs` that are objects, or arrays of compute, parameters, tokens and loss.
+The suffix determines the format. A JSON object with a `schema` field is read as a record, whose
+parameters are those of the model in its case. A top-level JSON object maps names to sweeps, each
+with `runs` that are objects, or arrays of compute, parameters, tokens and loss.
 """
 
 import csv
@@ -27,13 +27,13 @@ def read_sweep(path: str | os.PathLike[str], *, name: str | None = None) -> Swee
 
     Args:
         path: The file.
-        name: Name of the sweep, in a JSON file of several.
+        name: Name of the sweep, for a JSON file with several.
     """
     return sweep_from_rows(read_rows(pathlib.Path(path), name), str(path))
 
 
 def read_rows(path: pathlib.Path, name: str | None = None) -> list[Mapping[str, object]]:
-    """Reads a file's rows, as they are; a file without any is an error."""
+    """Reads a file's rows without validating them; raises an error if there are none."""
     readers = {".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv}
     if path.suffix not in readers:
         raise UsageError(f"{path}: cannot tell its format; name it .json, .jsonl or .csv")
@@ -67,7 +67,7 @@ def _read_json(text: str, source: str, name: str | None) -> list[Mapping[str, ob
 
 
 def _named_runs(sweeps: Mapping[str, object], source: str, name: str | None) -> object:
-    """Returns the runs of one of a file's sweeps."""
+    """Returns the runs of the named sweep in a file."""
     known = [key for key, value in sweeps.items() if isinstance(value, dict) and "runs" in value]
     if not known:
         raise UsageError(f"{source}: a JSON array of runs is expected, or sweeps by name")
@@ -82,7 +82,7 @@ def _named_runs(sweeps: Mapping[str, object], source: str, name: str | None) -> 
 
 
 def _row_of_array(run: object) -> object:
-    """Returns a run given as an array of four numbers as a row; others as they are."""
+    """Converts a run given as an array of four numbers to a row; returns others unchanged."""
     if not isinstance(run, list) or len(run) != len(_ARRAY_FIELDS):
         return run
     return dict(zip(_ARRAY_FIELDS, run, strict=True))
@@ -95,7 +95,7 @@ def _read_json_lines(text: str, source: str, name: str | None) -> list[Mapping[s
         where = f"{source}: row {number}"
         try:
             entry = json.loads(line)
-            # A design prints its answer after its runs; it is no run.
+            # Skip the answer that a design prints after its runs.
             if not (isinstance(entry, dict) and entry.get("kind") == "scaling"):
                 rows.append(_row(entry, where))
         except ValueError as error:

@@ -1,9 +1,9 @@
 """A sweep: the final losses of many training runs, checked before anything is fitted.
 
 Invariants of a `Sweep`: every number is finite and positive, all columns have one entry per run,
-and its remarks name the troubles of the rows that it was made of. A wrong number is an
-error that names row and field; a run that went wrong (no loss, diverged, the same row twice) is
-left out and said so, because a sweep of hundreds of runs always has a few.
+and its remarks list the problems with the rows that it was built from. An invalid number raises an
+error that names the row and field. A failed run (no loss, diverged, duplicate row) is left out with
+a remark, because a sweep of hundreds of runs always has a few.
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from paceline.scaling.surface import Array, Numbers, compute_for, tokens_for
 
 RemarkName = Literal["no_loss", "not_ok", "diverged", "duplicate", "repeat"]
 
-# Budgets that differ by less belong together: runs stop at whole steps, not at whole FLOPs.
+# Budgets that differ by less are the same budget: runs stop at whole steps, not at exact FLOPs.
 _SAME_BUDGET = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remark:
-    """Something about a row that its reader should know."""
+    """A note about one row."""
 
     name: RemarkName
     row: int
     """Number of the row in the file, from 1."""
     message: str
     is_left_out: bool = True
-    """Whether the row is not part of the sweep."""
+    """Whether the row is excluded from the sweep."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """The loss of one run as it trained."""
+    """The training curve of one run."""
 
     tokens: Array
     loss: Array
@@ -55,11 +55,11 @@ class Sweep:
     loss: Array
     """Final loss of every run."""
     compute: Array
-    """The stated budget where there was one, else 6 N D."""
+    """The stated budget if given, else 6 N D."""
     curves: tuple[Curve | None, ...] = ()
     """Training curves, one per run, or empty if there are none."""
     remarks: tuple[Remark, ...] = ()
-    """Troubles of the rows that the sweep was made of."""
+    """Problems with the rows that the sweep was built from."""
 
     def __post_init__(self) -> None:
         for field in ("parameters", "tokens", "loss", "compute"):
@@ -75,7 +75,7 @@ class Sweep:
 
     @classmethod
     def from_arrays(cls, *, parameters: Numbers, compute: Numbers, loss: Numbers) -> "Sweep":
-        """Makes a sweep of `parameters`, `compute` and `loss` of runs whose tokens are C / 6N."""
+        """Builds a sweep from `parameters`, `compute` and `loss`; tokens are C / 6N."""
         sizes, budgets, losses = (
             np.asarray(column, dtype=np.float64) for column in (parameters, compute, loss)
         )
@@ -84,14 +84,14 @@ class Sweep:
 
     @property
     def budgets(self) -> Array:
-        """The distinct budgets, each the geometric mean of its runs, from small to large."""
+        """The distinct budgets in ascending order, each the geometric mean of its runs."""
         index = self.budget_index
         totals = np.bincount(index, weights=np.log(self.compute))
         return np.asarray(np.exp(totals / np.bincount(index)))
 
     @property
     def budget_index(self) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
-        """For every run, which of `budgets` it belongs to."""
+        """Index into `budgets` for every run."""
         order = np.argsort(self.compute, kind="stable")
         logs = np.log(self.compute[order])
         index = np.empty(len(self), dtype=np.intp)
@@ -103,7 +103,7 @@ class Sweep:
         return index
 
     def of_runs(self, is_chosen: npt.NDArray[np.bool_]) -> "Sweep":
-        """Returns the sweep of the runs that `is_chosen` marks, with the remarks of all rows."""
+        """Returns the subset of runs selected by `is_chosen`, with the remarks of all rows."""
         columns = {
             field: getattr(self, field)[is_chosen]
             for field in ("parameters", "tokens", "loss", "compute")
@@ -118,7 +118,7 @@ class Sweep:
 
 
 def sweep_from_rows(rows: Sequence[Mapping[str, object]], source: str) -> Sweep:
-    """Checks rows with `parameters`, `compute_budget` or `tokens`, and `final_loss`."""
+    """Builds a sweep from rows with `parameters`, `compute_budget` or `tokens`, `final_loss`."""
     remarks: list[Remark] = []
     kept: list[tuple[float, float, float, float, Curve | None]] = []
     seen: dict[tuple[float, float], list[tuple[int, float]]] = {}
@@ -161,7 +161,7 @@ def sweep_from_rows(rows: Sequence[Mapping[str, object]], source: str) -> Sweep:
 
 
 def run_size(row: Mapping[str, object], where: str) -> tuple[float, float, float]:
-    """Returns a row's parameters, tokens and compute, of which 6ND gives the one left out."""
+    """Returns a row's parameters, tokens and compute; C = 6ND fills in the missing one."""
     parameters = positive_number(row, "parameters", where)
     has_tokens, has_compute = (_is_given(row, field) for field in ("tokens", "compute_budget"))
     if not has_tokens and not has_compute:
@@ -179,7 +179,7 @@ def run_size(row: Mapping[str, object], where: str) -> tuple[float, float, float
 
 
 def _failure(row: Mapping[str, object]) -> tuple[RemarkName, str] | None:
-    """Says how a run failed, if it says so itself; its numbers then mean nothing."""
+    """Returns how a run failed if its row reports a failure; its numbers are then meaningless."""
     outcome = row.get("outcome")
     if outcome in (None, "", "ok"):
         return None
@@ -189,7 +189,7 @@ def _failure(row: Mapping[str, object]) -> tuple[RemarkName, str] | None:
 def _trouble(
     row: Mapping[str, object], where: str, curve: Curve | None
 ) -> tuple[RemarkName, str] | None:
-    """Says why a run's loss cannot be used, if it cannot."""
+    """Returns the reason why a run's loss is unusable, or None."""
     if "final_loss" not in row:
         raise UsageError(f"{where}: final_loss is missing (its fields: {', '.join(row) or 'none'})")
     if not _is_given(row, "final_loss"):
@@ -225,7 +225,7 @@ def _is_given(row: Mapping[str, object], field: str) -> bool:
 
 
 def positive_number(row: Mapping[str, object], field: str, where: str) -> float:
-    """Returns a field that must be there, positive and finite."""
+    """Returns a required field as a positive, finite number."""
     if not _is_given(row, field):
         raise UsageError(f"{where}: {field} is missing (its fields: {', '.join(row) or 'none'})")
     value = _number(row, field, where)

@@ -1,8 +1,8 @@
-"""Sweeps drawn from a known surface: the truth that methods are judged by.
+"""Sweeps sampled from a known surface, as ground truth for evaluating methods.
 
-Noise multiplies the loss, as seeds do. Three departures from the surface stand for what goes wrong
-in real sweeps: an optimum that drifts with compute (the surface is no longer a sum of two terms),
-a learning rate that was tuned at one size only, and a warm-up that is the same for short and long
+Noise multiplies the loss, as different seeds do. Three departures from the surface model common
+problems of real sweeps: an optimum that drifts with compute (the surface is no longer a sum of two
+terms), a learning rate tuned at one size only, and a warm-up of equal length for short and long
 runs (Porian et al. 2024, arXiv 2406.19146, found the last two behind Kaplan's exponent).
 """
 
@@ -22,19 +22,19 @@ _NUM_CURVE_POINTS = 60
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Departure:
-    """How runs depart from the surface that they are drawn from; zero is not at all."""
+    """Departures of the runs from the surface; zero means none."""
 
     drift: float = 0.0
-    """Power of the budget, from 6e18 FLOPs on, by which a model counts as larger than it is."""
+    """Power of the budget over 6e18 FLOPs that multiplies a model's effective size."""
     untuned_learning_rate: float = 0.0
-    """Share of the loss that is added per squared e-fold of N from the 1e8 that it was tuned at."""
+    """Relative loss added per squared e-fold of N from 1e8, where the rate was tuned."""
     fixed_warmup_tokens: float = 0.0
-    """Tokens of each run that teach nothing."""
+    """Tokens of each run that do not reduce the loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepDesign:
-    """Which runs are made: for every budget, sizes about the optimum."""
+    """The runs of a sweep: for every budget, sizes around the optimum."""
 
     budgets: tuple[float, ...] = COURSE_BUDGETS
     """Budgets in FLOPs."""
@@ -43,9 +43,9 @@ class SweepDesign:
     reach: float = 5.0
     """Factor by which a budget's smallest and largest models differ from the optimum."""
     offset: float = 1.0
-    """Factor between the sizes' centre and the true optimum, which nobody knows beforehand."""
+    """Ratio of the sizes' centre to the true optimum, which is unknown in practice."""
     drift: float = 0.0
-    """Power of the budget with which that factor grows, from 1 in the middle of the budgets."""
+    """Power of the budget over the middle budget that multiplies that ratio."""
 
     def __post_init__(self) -> None:
         if self.num_sizes < 1 or self.reach < 1 or self.offset <= 0:
@@ -53,7 +53,7 @@ class SweepDesign:
 
 
 def design_runs(surface: LossSurface, design: SweepDesign) -> tuple[Array, Array]:
-    """Returns parameters and compute of a design's runs."""
+    """Returns the parameters and compute of a design's runs."""
     budgets = np.asarray(design.budgets, dtype=np.float64)
     factors = np.geomspace(1 / design.reach, design.reach, design.num_sizes)
     middle = np.exp(np.log(budgets).mean())
@@ -67,7 +67,7 @@ def design_runs(surface: LossSurface, design: SweepDesign) -> tuple[Array, Array
 def true_loss(
     surface: LossSurface, parameters: Array, tokens: Array, departure: Departure | None = None
 ) -> Array:
-    """Returns the loss without noise."""
+    """Returns the noise-free loss."""
     if departure is None:
         return surface.loss(parameters, tokens)
     effective = parameters * (compute_for(parameters, tokens) / _DRIFTS_FROM) ** departure.drift
@@ -85,12 +85,12 @@ def synthetic_sweep(
     with_curves: bool = False,
     seed: int = 0,
 ) -> Sweep:
-    """Makes a sweep whose truth is known.
+    """Generates a sweep with a known ground truth.
 
     Args:
-        surface: The truth.
+        surface: The ground truth.
         design: Budgets and sizes of the runs.
-        noise: Relative deviation of a run's loss.
+        noise: Relative standard deviation of a run's loss.
         departure: Ways in which the runs differ from the surface.
         with_curves: Whether runs have training curves.
         seed: Seed of the noise.

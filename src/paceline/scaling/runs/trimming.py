@@ -1,9 +1,9 @@
-"""Runs far above the best of their budget, which bend a law without telling where it goes.
+"""Trims runs far above the best of their budget, which bias a fit without informing it.
 
 A model much too large for its budget ends undertrained: in Porian et al. 2024 (arXiv 2406.19146)
-such runs end at up to twice the loss of their budget's best, on a curve that no parabola in log N
-and no sum of two powers follows. The rule: a run more than 5% above the lowest loss of its budget
-is left out, except that the four lowest of a budget stay, one more than a parabola's coefficients.
+such runs end at up to twice the loss of their budget's best, on a curve that neither a parabola in
+log N nor a sum of two powers describes. A run more than 5% above the lowest loss of its budget is
+left out, but the four lowest runs of a budget always stay: one more than a parabola's coefficients.
 """
 
 import numpy as np

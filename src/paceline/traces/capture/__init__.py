@@ -1,1 +1,1 @@
-"""Recording ranks on clocks that agree."""
+"""Records the ranks of a run on synchronised clocks."""

@@ -1,8 +1,8 @@
-"""How far the ranks' clocks are apart.
+"""Measures the clock offsets between ranks.
 
-Ranks under one kernel share a clock. Another host's is compared by exchanging messages, as NTP
-does: the peer's clock is read half way between sending and receiving, and of many exchanges the
-fastest is believed, which is wrong by half its duration at most.
+Ranks under one kernel share a clock. Clocks of different hosts are compared by exchanging messages,
+as NTP does: the peer's clock is assumed to be read halfway between sending and receiving. The
+fastest of many exchanges is used; its error is at most half its duration.
 """
 
 import pathlib
@@ -16,9 +16,9 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def clock_offset_ns(num_ranks: int, device: torch.device) -> int:
-    """Returns what to add to this rank's clock for the first rank's; every rank calls it.
+    """Returns the nanoseconds to add to this rank's clock to get rank 0's; collective call.
 
-    It is zero for ranks from `num_ranks` on, which do not need it.
+    Ranks from `num_ranks` on do not record and get zero.
     """
     rank = dist.get_rank()
     kernels: list[str] = [_kernel()]

@@ -1,4 +1,4 @@
-"""One trace from those of several ranks."""
+"""Merges the traces of several ranks into one."""
 
 import dataclasses
 import pathlib
@@ -16,16 +16,16 @@ _NAMES_OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracePart:
-    """What one rank recorded."""
+    """The trace recorded by one rank."""
 
     path: pathlib.Path
     rank: int
     offset_ns: int
-    """Nanoseconds to add to its clock."""
+    """Nanoseconds to add to the rank's clock."""
 
 
 def merge_traces(parts: Sequence[TracePart], output: pathlib.Path) -> None:
-    """Writes one trace in which each rank is a process; memory does not grow with their size."""
+    """Writes one trace in which each rank is a process, with constant memory."""
     origins = [_base_ns(part.path) + part.offset_ns for part in parts]
     first = min(origins)
     unfinished = output.with_name(output.name + ".unfinished")
@@ -58,7 +58,7 @@ def _events_of_rank(part: TracePart, shift_us: float) -> Iterator[AnyEvent]:
             if "ts" in event:
                 event["ts"] = round(event["ts"] + shift_us, 3)
             if "id" in event:
-                # Arrows from host to device must not lead to another rank's.
+                # Ids must be unique across ranks, or arrows from host to device would cross ranks.
                 event["id"] = f"{part.rank}.{event['id']}"
             if str(event.get("name")).startswith("gloo:"):
                 communicating.add(event["tid"])
@@ -72,7 +72,7 @@ def _name(what: str, process: int, thread: int | str, name: str) -> AnyEvent:
 
 
 def _base_ns(path: pathlib.Path) -> int:
-    """Returns the moment that a trace's times count from."""
+    """Returns the base time of a trace's timestamps."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _FOOTER_BYTES))
         match = _BASE.search(file.read())

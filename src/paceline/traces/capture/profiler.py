@@ -1,8 +1,8 @@
-"""One trace of several ranks: each records its own, on clocks that agree.
+"""Records one trace of several ranks, on synchronised clocks.
 
-Phases: the ranks that record compare their clocks with the first rank's; each records with torch's
-profiler and writes a file; all meet, and the first rank merges the files into one trace that
-Perfetto and Chrome open, with a process for each rank and a lane for each thread and stream.
+Phases: the recording ranks compare their clocks with rank 0's; each records with torch's profiler
+and writes a file; after a barrier, rank 0 merges the files into one trace that Perfetto and Chrome
+open, with a process for each rank and a lane for each thread and stream.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from paceline.traces.capture.merge import TracePart, merge_traces
 from paceline.traces.events.reader import TraceError
 
 MAX_RANKS = 16
-"""More lanes than this nobody looks at: the first ranks stand for all."""
+"""Maximum number of ranks recorded: more lanes are unreadable, and the first ranks are typical."""
 
 _SNAPSHOT_ENTRIES = 1_000_000
 
@@ -28,9 +28,9 @@ _SNAPSHOT_ENTRIES = 1_000_000
 def record_memory(
     path: pathlib.Path, device: torch.device, snapshot: pathlib.Path
 ) -> Iterator[None]:
-    """Records every allocation and the Python lines that are open then.
+    """Records every allocation with its Python stack.
 
-    On a GPU, the allocator's own history is written to `snapshot`, for torch's viewer.
+    On a GPU, the allocator's history is also written to `snapshot`, for torch's memory viewer.
     """
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
@@ -53,11 +53,11 @@ def profiling(
     memory: bool = False,
     stacks: bool = False,
 ) -> Iterator[None]:
-    """Records host and device with torch's profiler, and writes a Chrome trace in the end.
+    """Records host and device with torch's profiler, and writes a Chrome trace on exit.
 
     `stacks` records Python functions, which makes a step several times slower.
     """
-    # The profiler announces its start and stop on stderr unless told not to.
+    # The profiler logs its start and stop to stderr by default.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -78,9 +78,9 @@ def profiling(
 
 @contextlib.contextmanager
 def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
-    """Records all ranks of the default group into one trace; every rank calls it.
+    """Records all ranks of the default group into one trace; collective call.
 
-    All ranks must see the directory of the merged trace.
+    The directory of the merged trace must be visible to all ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     recording = min(world_size, MAX_RANKS)

@@ -1,1 +1,1 @@
-"""Reading traces of any size into columns."""
+"""Reads traces of any size into columns."""

@@ -1,8 +1,8 @@
-"""Numbers for the names in a trace: what each event is, which thread it ran on, and whose that was.
+"""Maps the names in a trace to integers, with the role, thread and rank of each event.
 
-torch writes operators (``cpu_op``), kernels and copies of a GPU, and annotations. gloo's
-collectives are annotations on a thread of their own; nccl's are kernels, and what the host calls by
-the same name only starts them.
+torch records operators (``cpu_op``), GPU kernels and copies, and annotations. gloo's collectives
+are annotations on a separate thread. nccl's collectives are kernels; the host calls of the same
+name only launch them.
 """
 
 import enum
@@ -19,7 +19,7 @@ from paceline.traces.events.op_classes import OpClass, matmul_flops, op_class_of
 from paceline.traces.events.reader import Event, TraceError
 
 EVENT = np.dtype([("start", "i8"), ("end", "i8"), ("key", "u4"), ("thread", "u4")])
-"""An event of a trace: nanoseconds, and numbers from the catalog."""
+"""An event: start and end in nanoseconds, and key and thread as indices into the catalog."""
 
 EventTable = npt.NDArray[np.void]
 
@@ -28,18 +28,18 @@ _MAX_THREADS = 2**16
 _MAX_RANKS = 2**10
 _MAX_MOMENT_US = 2.0**50
 PROFILER_STEP = "ProfilerStep"
-"""How the names of the profiler's own steps begin."""
+"""Prefix of the names of the profiler's own steps."""
 
 _RANK_NAME = re.compile(rb'"rank (\d{1,9})"')
 _IGNORED = -1
 
 
 FUNCTIONAL_WAIT = "_c10d_functional::wait_tensor"
-"""In which a rank waits for a collective of DTensors, often inside of another operator."""
+"""The operator that waits for a DTensor collective, often nested inside another operator."""
 
 
 class Role(enum.IntEnum):
-    """What an event stands for on the time line."""
+    """The role of an event on the timeline."""
 
     HOST_WORK = 0
     DEVICE_WORK = 1
@@ -59,7 +59,7 @@ _ROLES = {
 
 
 class Key(NamedTuple):
-    """What events of one name, with inputs of the same shapes, have in common."""
+    """Properties shared by events with the same name and input shapes."""
 
     role: Role
     name: str
@@ -68,7 +68,7 @@ class Key(NamedTuple):
 
 
 class Catalog:
-    """What the events of one trace are called; its path is for messages."""
+    """The names, threads and ranks of one trace; the path is used in error messages."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class Catalog:
         self._profiler_steps: dict[int, str] = {}
 
     def number(self, events: Sequence[Event]) -> EventTable:
-        """Returns the events that matter, as numbers."""
+        """Converts the relevant events to a table of integers."""
         keys: list[int] = []
         threads: list[int] = []
         begins: list[float] = []
@@ -121,17 +121,17 @@ class Catalog:
         return table
 
     def step_labels(self) -> dict[int, str]:
-        """Returns the labels of the ranges that are steps: Paceline's, or else the profiler's."""
+        """Returns the labels of step ranges by key: Paceline's, or else the profiler's."""
         return self._steps or self._profiler_steps
 
     def rank_of_thread(self) -> npt.NDArray[np.int64]:
-        """Returns each thread's rank; without the names of a merged trace, all are rank 0."""
+        """Returns each thread's rank; 0 for all threads if the trace is not merged."""
         return np.array(
             [self._rank_of_process.get(process, 0) for process, _ in self._threads], dtype=np.int64
         )
 
     def roles(self) -> npt.NDArray[np.int64]:
-        """Returns what each name stands for."""
+        """Returns the role of each key."""
         if self._roles.size != len(self.keys):
             self._roles = np.array([key.role for key in self.keys], dtype=np.int64)
         return self._roles
@@ -177,6 +177,6 @@ def _role_of(category: str, name: str) -> Role | None:
         return Role.DEVICE_COMMUNICATION
     if name == FUNCTIONAL_WAIT:
         return Role.HOST_RANGE
-    # What else has the name of a collective only starts it, and is no work of the model.
+    # Other events named after a collective only launch it; they are not work of the model.
     is_gloo = category == "user_annotation" and name.startswith("gloo:")
     return Role.HOST_COMMUNICATION if is_gloo else None

@@ -1,6 +1,6 @@
-"""Sets of instants on a time line, as sorted, disjoint intervals of integer nanoseconds.
+"""Sets of instants on a timeline, as sorted, disjoint intervals of integer nanoseconds.
 
-A set is an array of shape (n, 2): starts and ends, ends excluded. Integers, so that sums are exact.
+A set is an array of shape (n, 2): starts and exclusive ends. Integers make sums exact.
 """
 
 from typing import TypeAlias
@@ -14,7 +14,7 @@ EMPTY: Intervals = np.empty((0, 2), dtype=np.int64)
 
 
 def union(starts: npt.ArrayLike, ends: npt.ArrayLike, *, gap: int = 0) -> Intervals:
-    """Joins intervals of any order; those that lie at most `gap` apart become one."""
+    """Merges intervals in any order; those at most `gap` apart become one."""
     start = np.asarray(starts, dtype=np.int64)
     end = np.asarray(ends, dtype=np.int64)
     not_empty = end > start
@@ -28,18 +28,18 @@ def union(starts: npt.ArrayLike, ends: npt.ArrayLike, *, gap: int = 0) -> Interv
 
 
 def length(intervals: Intervals) -> int:
-    """Returns how long a set is."""
+    """Returns the total length of a set."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def clip(intervals: Intervals, start: int, end: int) -> Intervals:
-    """Keeps what lies between two moments."""
+    """Restricts a set to the interval from `start` to `end`."""
     clipped = np.clip(intervals, start, end)
     return clipped[clipped[:, 1] > clipped[:, 0]]
 
 
 def complement(intervals: Intervals, start: int, end: int) -> Intervals:
-    """Returns what lies between two moments and not in the set."""
+    """Returns the part of the interval from `start` to `end` that is not in the set."""
     inside = clip(intervals, start, end)
     starts = np.concatenate(([start], inside[:, 1]))
     ends = np.concatenate((inside[:, 0], [end]))
@@ -47,10 +47,10 @@ def complement(intervals: Intervals, start: int, end: int) -> Intervals:
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """Returns what both sets have in common."""
+    """Returns the intersection of two sets."""
     if not (first.size and second.size):
         return EMPTY
-    # What begins in one set and has not ended in the other; then the same the other way round.
+    # Intervals of one set that begin inside the other; then the same with the sets swapped.
     starts, ends = [], []
     for inner, outer in ((first, second), (second, first)):
         index = np.searchsorted(outer[:, 0], inner[:, 0], side="right") - 1
@@ -61,17 +61,17 @@ def intersection(first: Intervals, second: Intervals) -> Intervals:
 
 
 def covered(intervals: Intervals, starts: npt.ArrayLike, ends: npt.ArrayLike) -> Intervals:
-    """Returns, for every interval from starts to ends, how much of it lies in the set."""
+    """Returns the length of each interval's overlap with the set."""
     return _length_before(intervals, ends) - _length_before(intervals, starts)
 
 
 def overlap(first: Intervals, second: Intervals) -> int:
-    """Returns how long both sets have in common."""
+    """Returns the total length of the intersection of two sets."""
     return int(covered(first, second[:, 0], second[:, 1]).sum())
 
 
 def _length_before(intervals: Intervals, moments: npt.ArrayLike) -> Intervals:
-    """Returns how much of the set lies before each moment."""
+    """Returns the length of the part of the set before each moment."""
     moment = np.asarray(moments, dtype=np.int64)
     if not intervals.size:
         return np.zeros(moment.shape, dtype=np.int64)
@@ -79,6 +79,6 @@ def _length_before(intervals: Intervals, moments: npt.ArrayLike) -> Intervals:
     before = np.concatenate(([0], np.cumsum(ends - starts)))
     index = np.searchsorted(starts, moment, side="right")
     last = np.maximum(index - 1, 0)
-    # Of the interval that has begun last, what lies after the moment does not count.
+    # Subtract the part of the last started interval that lies after the moment.
     excess = np.where(index > 0, np.maximum(ends[last] - moment, 0), 0)
     return before[index] - excess

@@ -1,4 +1,4 @@
-"""What an event's name says: which kind of work it is, and how many operations it takes."""
+"""Derives an operator's kind of work and FLOPs from its name and input shapes."""
 
 import enum
 import math
@@ -8,7 +8,7 @@ import msgspec
 
 
 class OpClass(enum.StrEnum):
-    """Kinds of work, as the tables show them."""
+    """Kinds of work, as shown in tables."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -22,7 +22,7 @@ class OpClass(enum.StrEnum):
     OTHER = "other"
 
 
-# The first that is found in the name, in lower case, decides: operators of torch, then kernels.
+# The first pattern found in the lower-case name wins: torch operators, then kernels.
 _PATTERNS: tuple[tuple[OpClass, str], ...] = (
     (
         OpClass.COMMUNICATION,
@@ -64,15 +64,15 @@ _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
 
 
 def op_class_of(name: str) -> OpClass:
-    """Returns the kind of an operator or kernel."""
+    """Returns the kind of work of an operator or kernel."""
     lower = name.lower()
     return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), OpClass.OTHER)
 
 
 def matmul_flops(name: str, input_dims: bytes) -> int:
-    """Returns what an operator computes, 2 per multiplication and addition; 0 if it is no matmul.
+    """Returns the FLOPs of a matmul operator, 2 per multiply-add; 0 for other operators.
 
-    `input_dims` is the profiler's JSON list of its inputs' shapes.
+    `input_dims` is the profiler's JSON list of input shapes.
     """
     if name not in _MATMULS or not input_dims:
         return 0
@@ -82,15 +82,15 @@ def matmul_flops(name: str, input_dims: bytes) -> int:
         flops = count * 2 * math.prod(shapes[left]) * shapes[right][outputs]
     except (msgspec.DecodeError, IndexError, RecursionError):
         return 0
-    # Shapes that are none, as of a damaged trace, count nothing.
+    # Ignore impossible shapes, as in a damaged trace.
     return flops if 0 <= flops < _MAX_FLOPS else 0
 
 
-_MAX_FLOPS = 10**18  # A second of the largest machines there are.
+_MAX_FLOPS = 10**18  # One second of the largest existing machines.
 
-# Where the two factors stand among an operator's inputs, which dimension of the second one the
-# result has, and how many such matmuls there are. Attention's are of every head's scores, two in
-# forward, five in backward with one recomputed: (length x length x width).
+# Indices of the two factors among an operator's inputs, the dimension of the second one that the
+# result inherits, and the number of such matmuls. Attention has matmuls of (length x length x
+# width) per head: two in forward, five in backward, of which one is recomputed.
 _MATMULS = {
     "aten::mm": (0, 1, -1, 1),
     "aten::bmm": (0, 1, -1, 1),

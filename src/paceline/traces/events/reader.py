@@ -1,13 +1,13 @@
-"""Reading a Chrome trace of any size, event by event.
+"""Reads a Chrome trace of any size, event by event.
 
-A trace is one JSON object whose ``traceEvents`` hold millions of small objects, or that list
-alone. It is read in pieces: each is cut where one event ends and the next begins, and decoded at
-once. Where to cut is a guess, for the same characters may stand inside of a name; that a piece
-decodes as a list of events proves the guess right, and if it does not, its events are decoded one
-by one. Nothing is kept, so memory does not grow with the file.
+A trace is one JSON object whose ``traceEvents`` list holds millions of small objects, or that list
+alone. It is read in pieces, each cut at a boundary between two events and decoded in one call. The
+cut is a guess, because the same characters may occur inside a string. If the piece decodes as a
+list of events, the guess was right; otherwise its events are decoded one by one. No events are
+retained, so memory does not grow with the file.
 
-A file that was cut off, as by a job that was killed, gives the events before the cut. Anything else
-that is not a trace is an error that names the byte.
+A truncated file, such as one from a killed job, yields the events before the cut. Any other
+malformed input raises an error that gives the byte offset.
 """
 
 import gzip
@@ -23,7 +23,7 @@ import msgspec
 from paceline.core.errors import PacelineError
 
 MAX_EVENT_BYTES = 16 * 2**20
-"""What is longer than this is no event."""
+"""Longer input is not an event."""
 
 _PIECE_BYTES = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -33,25 +33,25 @@ _LONGEST_LIST_START = 256
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _TAIL_BYTES = 2**16
 _SPACES = re.compile(r"[\s,]*")
-# From where a text stops being JSON to its end: a string, number or word whose end is missing.
+# Matches a truncated string, number or word at the end of the text.
 _CUT_OFF = re.compile(r'"(?:[^"\\]++|\\.)*+\\?|[\\\w.+-]*', re.DOTALL)
-# Only finds where an event ends: what is inside is checked for its form and kept small.
+# Only finds the end of an event: checks the syntax of its contents but keeps almost nothing.
 _JSON = json.JSONDecoder(strict=False, parse_int=str, object_pairs_hook=len)
 
 
 class TraceError(PacelineError):
-    """A trace that cannot be read, naming the file and the byte."""
+    """A trace cannot be read; the message gives the file and the byte offset."""
 
 
 class EventArguments(msgspec.Struct, gc=False):
-    """What is read of an event's arguments."""
+    """The decoded subset of an event's arguments."""
 
     name: msgspec.Raw = msgspec.Raw(b"")
     input_dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b""))
 
 
 class Event(msgspec.Struct, gc=False):
-    """What is read of an event."""
+    """The decoded subset of an event."""
 
     ph: str = ""
     name: str = ""
@@ -69,25 +69,25 @@ _Kind = TypeVar("_Kind", Event, AnyEvent)
 
 
 class TraceReader(Generic[_Kind]):
-    """The events of one file, in the order in which they stand there.
+    """Iterates over the events of one file, in file order.
 
-    The trace at `path` may be compressed with gzip. `kind` is what events are decoded into:
-    `Event`, or `AnyEvent` with all that they hold.
+    The trace at `path` may be compressed with gzip. `kind` is the type of decoded events: `Event`,
+    or `AnyEvent` with all fields.
     """
 
     def __init__(self, path: pathlib.Path, kind: type[_Kind]) -> None:
         self.path = path
         self.num_bytes = 0
-        """Read so far, after decompression."""
+        """Bytes read so far, after decompression."""
         self.is_truncated = False
-        """Whether the file ended before the list of events did; known at the end."""
+        """Whether the file ended before the list of events did; valid after iteration."""
         self._decode_one: Callable[[bytes], _Kind] = msgspec.json.Decoder(kind).decode
         self._decode_list: Callable[[bytes], list[_Kind]] = msgspec.json.Decoder(
             list[kind]  # type: ignore[valid-type]
         ).decode
 
     def __iter__(self) -> Iterator[list[_Kind]]:
-        """Yields events in lists of some thousands."""
+        """Yields events in lists of a few thousand."""
         try:
             with self._open() as file:
                 yield from self._lists(file)
@@ -111,7 +111,7 @@ class TraceReader(Generic[_Kind]):
     def _lists(self, file: BinaryIO) -> Iterator[list[_Kind]]:
         rest = self._skip_to_events(file)
         while True:
-            # At least as much again as is left: a long event is not looked through piece by piece.
+            # Double the buffer: a long event is not rescanned for every piece.
             piece = self._read(file, len(rest))
             events, rest, is_over = self._take(rest + piece)
             if events:
@@ -135,21 +135,21 @@ class TraceReader(Generic[_Kind]):
         raise TraceError(f"{self.path}: no list of traceEvents; is this a Chrome trace?")
 
     def _take(self, data: bytes) -> tuple[list[_Kind], bytes, bool]:
-        """Returns the events at the beginning, what is left, and whether the list has ended."""
+        """Returns the leading events, the remaining data, and whether the list has ended."""
         boundaries = list(_BOUNDARY.finditer(data, max(0, len(data) - _TAIL_BYTES)))
         if boundaries:
             cut = boundaries[-1]
             try:
                 events = self._decode_list(b"[%b]" % data[: cut.start() + 1])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                pass  # The guess was wrong, or an event is: one by one it shows.
+                pass  # The guess was wrong or an event is invalid: decode one by one to find out.
             else:
                 return events, data[cut.end() :], False
         return self._take_one_by_one(data)
 
     def _take_one_by_one(self, data: bytes) -> tuple[list[_Kind], bytes, bool]:
         events: list[_Kind] = []
-        # Escaped, what is no UTF-8 becomes the same bytes again.
+        # surrogateescape round-trips bytes that are not UTF-8.
         text = data.decode(errors="surrogateescape")
         position = 0
         while True:
@@ -170,7 +170,7 @@ class TraceReader(Generic[_Kind]):
             position = end
 
     def _end_of_event(self, text: str, position: int) -> int | None:
-        """Returns where the event ends that begins here; None if that is not in the text."""
+        """Returns the end of the event at `position`; None if the text ends before it does."""
         if text[position] != "{":
             raise self._error(_as_bytes(text[position:]), "an event is expected here")
         try:
@@ -179,13 +179,13 @@ class TraceReader(Generic[_Kind]):
             deep = "an event that is nested too deeply"
             raise self._error(_as_bytes(text[position:]), deep) from error
         except json.JSONDecodeError as error:
-            # The last quote is found at once; the expression looks at every character after it.
+            # Check for an unclosed last quote first: the regex scans every character after it.
             if text.rfind('"') == error.pos or _CUT_OFF.fullmatch(text, error.pos):
                 return None
             raise self._error(_as_bytes(text[error.pos :]), error.msg) from error
 
     def _error(self, rest: bytes, problem: str) -> TraceError:
-        """Returns an error at the first of the bytes that are left."""
+        """Returns an error at the offset of the first remaining byte."""
         return TraceError(f"{self.path}: byte {self.num_bytes - len(rest)}: {problem}")
 
 

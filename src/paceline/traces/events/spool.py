@@ -1,7 +1,7 @@
-"""A trace's events on disk, small and of equal size, to be taken out step by step.
+"""Stores a trace's events on disk as fixed-size rows, to be read back step by step.
 
-An event takes 24 bytes here, a tenth or less of what it takes in the trace. In memory are one chunk
-while the trace is read, and one step of one rank while it is analysed.
+A row takes 24 bytes, a tenth or less of its size in the trace. Memory holds one chunk while the
+trace is read, and one step of one rank while it is analysed.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ _MAX_STEPS_OF_EVENT = 16
 
 
 class Spool:
-    """A temporary file of rows of equal size."""
+    """A temporary file of fixed-size rows."""
 
     def __init__(self, row: "np.dtype[np.void]") -> None:
         self._row = row
@@ -33,7 +33,7 @@ class Spool:
         self._file.close()
 
     def append(self, rows: EventTable) -> int:
-        """Adds rows and returns where they begin."""
+        """Appends rows and returns the index of the first."""
         begin = self.num_rows
         self._file.seek(begin * self._row.itemsize)
         self._file.write(rows.tobytes())
@@ -41,12 +41,12 @@ class Spool:
         return begin
 
     def read(self, begin: int, count: int) -> EventTable:
-        """Returns `count` rows from the row `begin` on."""
+        """Returns `count` rows, starting at row `begin`."""
         self._file.seek(begin * self._row.itemsize)
         return np.frombuffer(self._file.read(count * self._row.itemsize), dtype=self._row)
 
     def chunks(self) -> Iterator[EventTable]:
-        """Yields all rows in the order in which they came."""
+        """Yields all rows in insertion order."""
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
             yield self.read(begin, _CHUNK_ROWS)
 
@@ -66,13 +66,13 @@ class StepSpool(Spool):
                     self._divide(chunk[ranks == rank], rank, steps[rank])
 
     def read_step(self, rank: int, step: int) -> EventTable:
-        """Returns the events that touch a step."""
+        """Returns the events that overlap a step."""
         runs = [self.read(*run) for run in self._runs.get((rank, step), [])]
         return np.concatenate([np.empty(0, dtype=EVENT), *runs])
 
     def _divide(self, events: EventTable, rank: int, steps: Intervals) -> None:
         first = np.searchsorted(steps[:, 1], events["start"], side="right")
-        # An event without length lies in the step that its moment lies in.
+        # Treat an event of zero length as 1 ns long, so that it falls in the step at its start.
         reach = np.maximum(events["end"], events["start"] + 1)
         last = np.searchsorted(steps[:, 0], reach, side="left") - 1
         counts = np.clip(last - first + 1, 0, _MAX_STEPS_OF_EVENT)

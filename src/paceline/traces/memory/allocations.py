@@ -1,11 +1,12 @@
-"""Every allocation of a stretch of a program, with the line of code that it comes from.
+"""Reads every allocation of a recorded trace, with the line of code that caused it.
 
-torch's profiler reports each allocation and release as an instant on the thread where it happens,
-beside the Python functions and operators that are open then. The place of an allocation is the
-innermost Python line outside of torch. Backward runs no Python: there the place is the line whose
-operator in forward has the same sequence number, with the name of the backward operator.
+torch's profiler reports each allocation and release as an instant on its thread, along with the
+Python functions and operators that are open at that time. The place of an allocation is the
+innermost Python line outside torch. Backward runs no Python: there the place is the line whose
+forward operator has the same sequence number, prefixed with the name of the backward operator.
 
-What was allocated before is not seen; the caller knows it, and must not release any of it inside.
+Earlier allocations are not recorded. The caller must account for them, and must not release any of
+them while recording.
 """
 
 import dataclasses
@@ -25,28 +26,28 @@ _CPU_DEVICE_TYPE = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One piece of memory; microseconds of the trace."""
+    """One block of memory; times are microseconds of the trace."""
 
     address: int
     num_bytes: int
     start: float
     end: float | None
-    """Time of the release; None without one."""
+    """Time of the release; None if it was not released."""
     place: str
     operator: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocationTrace:
-    """What was allocated, and when which range was."""
+    """The allocations and named ranges of a trace."""
 
     allocations: list[Allocation]
     ranges: dict[str, tuple[float, float]]
-    """First start and last end by name."""
+    """First start and last end of each range, by name."""
 
 
 def read_allocations(path: pathlib.Path, *, on_device: bool) -> AllocationTrace:
-    """Reads the allocations of a trace that was recorded with memory and stacks."""
+    """Reads the allocations of a trace recorded with memory and stacks."""
     spans: dict[Any, list[AnyEvent]] = {}
     instants: list[AnyEvent] = []
     ranges: dict[str, tuple[float, float]] = {}
@@ -68,7 +69,7 @@ def read_allocations(path: pathlib.Path, *, on_device: bool) -> AllocationTrace:
 def _placed(
     instants: Iterable[AnyEvent], spans: dict[Any, list[AnyEvent]]
 ) -> list[tuple[AnyEvent, str, str]]:
-    """Returns each instant with its place and operator, in the order of time."""
+    """Returns each instant with its place and operator, in chronological order."""
     by_thread: dict[Any, list[AnyEvent]] = {}
     for event in instants:
         by_thread.setdefault(event["tid"], []).append(event)
@@ -81,9 +82,9 @@ def _placed(
 
 
 class _Stacks:
-    """The functions and operators that are open on one thread, moment after moment.
+    """Tracks the open functions and operators of one thread over time.
 
-    `forward_places`, lines by sequence number, is added to and read.
+    `forward_places` maps sequence numbers to lines; it is both read and updated.
     """
 
     def __init__(self, spans: list[AnyEvent], forward_places: dict[int, str]) -> None:
@@ -93,7 +94,7 @@ class _Stacks:
         self._forward_places = forward_places
 
     def at(self, moment: float) -> tuple[str, str]:
-        """Returns place and operator at a moment; moments must not go back."""
+        """Returns the place and operator at a moment; moments must not decrease."""
         while self._next < len(self._spans) and self._spans[self._next]["ts"] <= moment:
             span = self._spans[self._next]
             self._close_before(span["ts"])
@@ -122,7 +123,7 @@ class _Stacks:
             self._forward_places.setdefault(sequence, self._line())
 
     def _line(self) -> str:
-        """Returns the innermost Python line outside of torch."""
+        """Returns the innermost Python line outside torch."""
         for span in reversed(self._open):
             if span["cat"] == "python_function" and not _OUTSIDE.search(span["name"]):
                 return str(span["name"])
@@ -130,7 +131,7 @@ class _Stacks:
 
 
 def _pair(placed: Iterable[tuple[AnyEvent, str, str]]) -> Iterator[Allocation]:
-    """Joins each allocation with its release."""
+    """Pairs each allocation with its release."""
     live: dict[int, Allocation] = {}
     for event, place, operator in placed:
         address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]

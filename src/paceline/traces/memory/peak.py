@@ -1,11 +1,11 @@
-"""Memory over time from the profiler's allocation events.
+"""Peak memory from the profiler's allocation events.
 
-torch keeps no peak for CPU memory, but its profiler reports every allocation and release
-while it runs. What was allocated before is not in its sum: the caller adds what was live
-then, and must not release any of it inside.
+torch tracks no peak for CPU memory, but its profiler reports every allocation and release while it
+runs. Earlier allocations are not included: the caller adds the memory in use at the start, and must
+not release any of it while recording.
 
-A release is reported after it has happened. Until then another thread may have been given the same
-memory and have reported that, so that what is allocated at an address ends what was there before.
+A release is reported after the fact. Another thread may have allocated the same address in between
+and reported it first, so an allocation at a live address ends the previous one there.
 """
 
 import collections
@@ -23,10 +23,10 @@ _MARK = "paceline.phase:"
 
 
 def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]:
-    """Runs the phases in turn and returns the peak of CPU bytes during each.
+    """Runs the phases in order and returns the peak of CPU bytes during each.
 
-    Bytes count from the start of the first phase and include what earlier phases left
-    allocated.
+    Bytes are relative to the start of the first phase and include memory that earlier phases
+    left allocated.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
         path = pathlib.Path(directory) / "trace.json"
@@ -58,10 +58,10 @@ def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]
 
 
 def allocation_changes(reported: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Yields by how much each report changes what is allocated.
+    """Yields the change in allocated bytes for each report.
 
     Args:
-        reported: Address and bytes in the order of time, bytes below 0 for a release.
+        reported: Addresses and bytes in chronological order; negative bytes for a release.
     """
     live: dict[int, int] = {}
     ended: collections.Counter[int] = collections.Counter()

@@ -1,8 +1,8 @@
-"""Memory over one step, stacked by what it is for.
+"""Memory over one step, stacked by category.
 
-Parameters, optimizer state and whatever else exists before the step are there all the time. Of what
-the step allocates, gradients are what the parameters' gradients lie in when backward is over;
-activations are what forward leaves for backward; the rest is temporary.
+Parameters, optimizer state and other memory that exists before the step are constant. Memory that
+the step allocates is categorised as gradients if a parameter's gradient uses it at the end of
+backward, as activations if it is live at the end of forward, and otherwise as temporary.
 """
 
 import collections
@@ -17,7 +17,7 @@ from paceline.traces.memory.allocations import Allocation, AllocationTrace
 
 
 class Category(enum.StrEnum):
-    """What memory is for."""
+    """Purposes of memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER_STATE = "optimizer_state"
@@ -29,11 +29,11 @@ class Category(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocationGroup:
-    """Allocations of one size from one place, for the same purpose."""
+    """Allocations with the same size, place, operator and category."""
 
     category: Category
     num_bytes: int
-    """Size of one."""
+    """Size of one allocation."""
     operator: str
     place: str
     count: int
@@ -41,7 +41,7 @@ class AllocationGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryTimeline:
-    """Bytes by category at the moments where they change most."""
+    """Bytes by category over time, downsampled to the peaks."""
 
     times_s: list[float]
     """Seconds from the start of the step."""
@@ -50,7 +50,7 @@ class MemoryTimeline:
     peak_by_category: dict[Category, int]
     phases_s: dict[str, tuple[float, float]]
     largest: list[AllocationGroup]
-    """Groups of allocations, the largest allocation first."""
+    """Groups of allocations, in descending order of allocation size."""
 
 
 def memory_timeline(
@@ -61,11 +61,11 @@ def memory_timeline(
     num_points: int = 400,
     num_largest: int = 10,
 ) -> MemoryTimeline:
-    """Stacks a step's memory upon what is `resident` before.
+    """Stacks a step's memory on top of the `resident` memory.
 
-    `gradient_addresses` are where gradients lie when backward is over. Time is divided into
-    `num_points` stretches, of each of which the moment with the most memory is kept; as many as
-    `num_largest` groups of allocations are named.
+    `gradient_addresses` are the addresses of gradients at the end of backward. Time is divided
+    into `num_points` intervals, and the moment with the most memory is kept for each. At most
+    `num_largest` groups of allocations are returned.
     """
     categorized = [
         (_category(allocation, trace.ranges, gradient_addresses), allocation)
@@ -122,7 +122,7 @@ def _category(
     allocation: Allocation, ranges: Mapping[str, tuple[float, float]], gradients: Collection[int]
 ) -> Category:
     if BACKWARD not in ranges:
-        return Category.TEMPORARY  # Without backward, forward leaves nothing for it.
+        return Category.TEMPORARY  # Without backward there are no activations to keep.
     if allocation.address in gradients and _lives_at(allocation, ranges[BACKWARD][1]):
         return Category.GRADIENTS
     if _lives_at(allocation, ranges[FORWARD][1]):
@@ -135,7 +135,7 @@ def _lives_at(allocation: Allocation, moment: float) -> bool:
 
 
 def _kept(times: np.ndarray, totals: np.ndarray, num_points: int) -> list[int]:
-    """Returns the moment with the most memory of each stretch of time, and the last moment."""
+    """Returns the index with the most memory in each interval of time, and the last index."""
     span = max(float(times[-1] - times[0]), 1e-9)
     stretch = np.minimum(((times - times[0]) / span * num_points).astype(int), num_points - 1)
     most: dict[int, int] = {}

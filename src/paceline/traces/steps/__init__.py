@@ -1,1 +1,1 @@
-"""Where each step's time went."""
+"""Breaks down the time of each step."""

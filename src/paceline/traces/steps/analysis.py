@@ -1,10 +1,10 @@
-"""From a trace to where its time went, in bounded memory.
+"""Analyses where the time of a trace went, in bounded memory.
 
-Phases: the trace is read once, its events go to disk as numbers, and its steps are found (ranges
-named ``paceline::step``, or the profiler's own; without either, all of it is one step). The events
-are divided by step, and each step of each rank is analysed by itself. What needs all steps is added
-up meanwhile: time by operator, and how long operators take with and without communication beside
-them.
+Phases: the trace is read once, its events are written to disk as integers, and its steps are found
+(ranges named ``paceline::step``, or the profiler's own; without either, the whole trace is one
+step). The events are then divided by step, and each step of each rank is analysed separately.
+Totals over all steps accumulate meanwhile: time by operator, and operator times with and without
+communication in flight.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from paceline.traces.steps.self_time import step_self_times
 from paceline.traces.steps.timeline import Timeline
 
 _MAX_KEPT_SPANS = 500_000
-"""Limit for all steps together; spans beyond it are summed up and not kept."""
+"""Limit for all steps together; later steps keep only their totals."""
 
 OnProgress = Callable[[int], None]
 """Called with the number of bytes read so far."""
@@ -29,38 +29,38 @@ OnProgress = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOverlap:
-    """Where one step of one rank went; compute + contention + exposed + idle = step."""
+    """Time breakdown of one step on one rank; compute + contention + exposed + idle = step."""
 
     rank: int
     index: int
     start: int
     """Nanoseconds from the origin of the trace's clock, which all ranks share."""
     label: str
-    """Name of what the step ran, such as a strategy."""
+    """Name of the workload that the step ran, such as a strategy."""
     times: StepTimes
     contention: int
-    """Nanoseconds by which communication slowed computing; zero where there is no telling."""
+    """Nanoseconds by which communication slowed computation; zero if unknown."""
 
     @property
     def compute(self) -> int:
-        """Nanoseconds that computing would have taken without communication in flight."""
+        """Nanoseconds that computation would have taken without communication in flight."""
         return self.times.busy - self.contention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceAnalysis:
-    """What a trace tells."""
+    """The results of analysing a trace."""
 
     steps: tuple[StepOverlap, ...]
     operators: tuple[OperatorTime, ...]
     num_events: int
-    """Events that stand for work, communication or a range."""
+    """Number of events that are work, communication or a range."""
     is_truncated: bool
     """Whether the file ended before the trace did."""
 
 
 def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) -> TraceAnalysis:
-    """Analyses a trace, plain or compressed, of one rank or merged from several."""
+    """Analyses a trace, plain or gzipped, of one rank or merged from several."""
     catalog = Catalog(path)
     reader = TraceReader(path, Event)
     with Spool(EVENT) as spool:
@@ -97,7 +97,7 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
 
 
 class _Totals:
-    """What is added up step by step."""
+    """Totals that accumulate step by step."""
 
     def __init__(self, catalog: Catalog, device_ranks: set[int]) -> None:
         self._catalog = catalog

@@ -1,9 +1,9 @@
-"""How much communication slows what is computed beside it.
+"""Measures how much communication slows concurrent computation.
 
-Both want the same cores, caches and memory. An operator with inputs of the same shapes is seen many
-times: with communication in flight, and without. What it takes longer with it, on average, is
-contention. An operator that is never seen without tells nothing, so a trace should hold steps
-without overlap too.
+Both compete for the same cores, caches and memory bandwidth. An operator with the same input shapes
+occurs many times, with and without communication in flight; its average slowdown is contention. An
+operator that never runs without communication provides no baseline, so a trace should also contain
+steps without overlap.
 """
 
 import numpy as np
@@ -17,10 +17,10 @@ _SUM = np.dtype([("key", "i8"), ("count", "i8"), ("self_time", "i8")])
 
 
 class ContentionTotals:
-    """Adds operators up, with and without communication in flight.
+    """Accumulates operator times, with and without communication in flight.
 
-    What was beside communication is kept by step, on disk: only when all steps are known it can be
-    compared.
+    Times with communication in flight are stored per step on disk, because the baseline is known
+    only after all steps.
     """
 
     def __init__(self, num_keys: int) -> None:
@@ -30,7 +30,7 @@ class ContentionTotals:
         self._steps: list[tuple[int, int]] = []
 
     def add(self, work: SelfTimes, communicating: Intervals) -> None:
-        """Adds a step; an operator is beside communication if more than half of it is."""
+        """Adds a step; an operator counts as concurrent if over half of it overlaps."""
         shared = intervals.covered(communicating, work.starts, work.ends)
         free = shared == 0
         np.add.at(self._num_free, work.keys[free], 1)
@@ -44,7 +44,7 @@ class ContentionTotals:
         self._steps.append((self._sums.append(sums), keys.size))
 
     def finish(self) -> list[int]:
-        """Returns the nanoseconds of each step, in the order in which they were added."""
+        """Returns the contention of each step in nanoseconds, in insertion order."""
         seen_free = self._num_free > 0
         mean_free = self._free / np.maximum(self._num_free, 1)
         contention = []

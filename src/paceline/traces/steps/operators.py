@@ -1,4 +1,4 @@
-"""Time, calls and operations by operator, inside of each named range."""
+"""Time, calls and FLOPs by operator, inside each named range."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from paceline.traces.events.op_classes import OpClass
 from paceline.traces.steps.self_time import SelfTimes
 
 EVERYWHERE = "whole step"
-"""Stands for a range's name where whole steps are summed up."""
+"""Name of the range that stands for whole steps."""
 
 _MAX_RANGES = 256
 _REPEATS_OURS = (PROFILER_STEP, "Optimizer.zero_grad#")
@@ -20,20 +20,20 @@ _REPEATS_OURS = (PROFILER_STEP, "Optimizer.zero_grad#")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperatorTime:
-    """What one operator took inside of all ranges of one name, over all steps and ranks."""
+    """Totals of one operator inside all ranges of one name, over all steps and ranks."""
 
     range_name: str
     op_class: OpClass
     name: str
     num_calls: int
     self_time: int
-    """Nanoseconds, without the operators that it called."""
+    """Nanoseconds, excluding nested operators."""
     flops: int
-    """FLOPs of matmuls, where the trace has the shapes of inputs."""
+    """FLOPs of matmuls, if the trace has input shapes."""
 
 
 class OperatorTotals:
-    """Adds operators up, step by step."""
+    """Accumulates operator times step by step."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -55,7 +55,7 @@ class OperatorTotals:
                 self._add(short_name(name), work, inside_range)
 
     def rows(self) -> tuple[OperatorTime, ...]:
-        """Returns the sums by range and operator, those that took longest first."""
+        """Returns the totals by range and operator, the longest first within a range."""
         sums: dict[tuple[str, str], list[int]] = {}
         op_classes: dict[str, OpClass] = {}
         for (range_name, number), (num_calls, own) in self._totals.items():
@@ -82,7 +82,7 @@ class OperatorTotals:
             return False
         if name.startswith(_REPEATS_OURS):
             return False
-        # A trace whose ranges all have names of their own must not fill the memory.
+        # Bound memory for a trace whose ranges all have distinct names.
         if len(self._range_names) < _MAX_RANGES:
             self._range_names.add(name)
         return name in self._range_names

@@ -1,19 +1,20 @@
-"""Where one step of one rank went: computing, waiting for communication, or neither.
+"""Divides one step of one rank into computation, exposed communication and idle time.
 
-C is when the rank computes, M when it communicates, both as sets of instants inside of the step:
+C is the time in which the rank computes and M the time in which it communicates, both as sets of
+instants within the step:
 
     overlapped   C and M
     exposed      M without C
     idle         neither
     busy         C = compute + contention
 
-so that compute + contention + exposed + idle = step, exactly. Contention is what computing takes
-longer than it would without communication beside it; it needs operators that were seen without, and
-is found by whoever sees all steps.
+so that compute + contention + exposed + idle = step, exactly. Contention is the slowdown of
+computation by concurrent communication. It needs a baseline without communication, so it is
+computed over all steps (`steps.contention`).
 
-On a GPU, C are kernels and copies, and M nccl's kernels. On a CPU, C are operators and the short
-pauses between them, which are the interpreter's and not waiting; M are gloo's collectives. Where
-the program says that it waits, a pause is no work however short it is.
+On a GPU, C consists of kernels and copies, and M of nccl's kernels. On a CPU, C consists of
+operators and the short pauses between them, which are interpreter overhead and not waiting; M
+consists of gloo's collectives. Inside an explicit wait range, a pause never counts as computation.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from paceline.traces.events.catalog import FUNCTIONAL_WAIT, Catalog, EventTable,
 from paceline.traces.events.intervals import EMPTY, Intervals
 
 INTERPRETER_PAUSE_NS = 500_000
-"""Pauses between operators that are no longer than this are the interpreter's."""
+"""Pauses between operators up to this long count as interpreter overhead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Span:
     start: int
     end: int
     exposed: int
-    """Nanoseconds during which nothing was computed."""
+    """Nanoseconds without concurrent computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class StepTimes:
     exposed: int
     idle: int
     computing: Intervals
-    """Intervals of computing, from the start of the step."""
+    """Intervals of computation, relative to the start of the step."""
     communicating: Intervals
     messages: tuple[Span, ...]
     """Collectives."""
@@ -60,18 +61,18 @@ class StepTimes:
 
     @property
     def num_spans(self) -> int:
-        """Number of intervals, messages and ranges that are kept."""
+        """Number of retained intervals, messages and ranges."""
         return len(self.computing) + len(self.communicating) + len(self.messages) + len(self.ranges)
 
     def summary(self) -> "StepTimes":
-        """Returns the sums without what they were made of."""
+        """Returns the totals without intervals and spans."""
         return dataclasses.replace(
             self, computing=EMPTY, communicating=EMPTY, messages=(), ranges=()
         )
 
 
 class StepRoles:
-    """The events that touch one step, by what they stand for."""
+    """The events that overlap one step, grouped by role."""
 
     def __init__(self, events: EventTable, catalog: Catalog, *, has_device: bool) -> None:
         roles = catalog.roles()[events["key"]]
@@ -83,8 +84,8 @@ class StepRoles:
         self.communication = events[roles == communication]
         self.ranges = events[roles == ranges]
         self.host_ranges = events[roles == Role.HOST_RANGE]
-        # What the thread of a collective does, such as adding, is part of the collective; but the
-        # thread of the step, which has its ranges, may send and receive by itself.
+        # Work on a collective's thread, such as a reduction, is part of the collective. A thread
+        # that also has host ranges is the step's main thread, which may send and receive itself.
         lines = np.setdiff1d(self.communication["thread"], self.host_ranges["thread"])
         is_own = ~np.isin(events["thread"], lines)
         self.work = events[(roles == work) & (is_own | has_device)]
@@ -95,7 +96,7 @@ class StepRoles:
 
 
 def step_times(roles: StepRoles, catalog: Catalog, start: int, end: int) -> StepTimes:
-    """Divides a step from one moment to another."""
+    """Computes the time breakdown of the step from `start` to `end`."""
     computing = _computing(roles, start, end)
     communicating = _set_of(roles.communication, start, end)
     overlapped = intervals.overlap(computing, communicating)

@@ -1,20 +1,20 @@
-"""What the stages of a pipeline do when, and why they stand still in between.
+"""The schedule of a pipeline's stages, and the reasons for their idle time.
 
-Of a step on p ranks, T is the time from the first forward of any stage to the end of the last
-backward, and W the work of all stages in it, without what they wait for:
+For a step on p ranks, T is the time from the first forward of any stage to the end of the last
+backward, and W is the total work of all stages, excluding waits:
 
     idle          p T - W = bubble + imbalance
-    bubble        order bubble + messages: what was measured, beside (p - 1) / (v m)
-    order bubble  what would be left if messages took no time and all forwards took equally long,
-                  and all backwards: every piece of work begins as soon as its rank is free and the
+    bubble        order bubble + messages: the measured bubble, compared with (p - 1) / (v m)
+    order bubble  idle time if messages took no time and all forwards had the same duration, as had
+                  all backwards: every piece of work begins as soon as its rank is free and the
                   piece that it needs has ended, in the order of the trace
-    imbalance     what the pieces as long as they were, with messages that take no time, add to the
-                  order bubble
-    messages      exposed communication: sending, and what came late
+    imbalance     idle time added to the order bubble by the real durations of the pieces, with
+                  messages that take no time
+    messages      exposed communication: sends and late receives
 
 all as shares of W. The bubble of 1F1B is (p - 1) / (v m) for m micro-batches and v stages on every
-rank. The order bubble is that number whenever torch kept the order of 1F1B; how long the ranks
-really waited is in the measured one.
+rank. The order bubble equals that number whenever torch kept the order of 1F1B; the measured bubble
+also includes the real waits.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from paceline.traces.steps.analysis import StepOverlap
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """A piece of work of one rank; seconds from the first piece of the step."""
+    """A piece of work of one rank; times are seconds from the first piece of the step."""
 
     rank: int
     what: PipelineRange
@@ -39,30 +39,30 @@ class StageWork:
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end_s - self.start_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineStep:
-    """A step of a pipeline: the work of all of its ranks, in the order of their beginnings."""
+    """A step of a pipeline: the work of all of its ranks, ordered by start."""
 
     label: str
     work: tuple[StageWork, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that worked."""
+        """The ranks that did any work."""
         return tuple(sorted({piece.rank for piece in self.work}))
 
     @property
     def duration_s(self) -> float:
-        """From the first piece of work to the end of the last."""
+        """Seconds from the first piece of work to the end of the last."""
         return max(piece.end_s for piece in self.work)
 
     @property
     def work_s(self) -> float:
-        """Work of all ranks together."""
+        """Total work of all ranks in seconds."""
         return sum(piece.duration_s for piece in self.work)
 
     @property
@@ -72,23 +72,23 @@ class PipelineStep:
 
     @property
     def bubble(self) -> float:
-        """Idle time over work that no imbalance explains: order and exposed communication."""
+        """Idle time over work, excluding imbalance: order bubble and exposed communication."""
         return self.idle - self.imbalance
 
     @functools.cached_property
     def order_bubble(self) -> float:
-        """Idle time over work, if messages took no time and stages had equally much to do."""
+        """Idle time over work, if messages took no time and stages had equal work."""
         return self._idle(_end_without_messages(self.work, _equal_durations(self.work)))
 
     @functools.cached_property
     def imbalance(self) -> float:
-        """Idle time over work because some pieces of work took longer than others."""
+        """Idle time over work due to unequal durations of pieces of work."""
         durations = [piece.duration_s for piece in self.work]
         return self._idle(_end_without_messages(self.work, durations)) - self.order_bubble
 
     @property
     def messages(self) -> float:
-        """Idle time over work because of exposed communication."""
+        """Idle time over work due to exposed communication."""
         return self.bubble - self.order_bubble
 
     def _idle(self, duration_s: float) -> float:
@@ -101,10 +101,10 @@ def pipeline_steps(
     """Returns the steps of one pipeline, with the work of its ranks.
 
     Args:
-        steps: Of all ranks, from one trace.
-        ranks: Those of the pipeline; others may run the same stages on other data.
+        steps: Steps of all ranks, from one trace.
+        ranks: Ranks of the pipeline; other ranks may run the same stages on other data.
     """
-    # All ranks take the same steps in the same order.
+    # All ranks run the same steps in the same order.
     found: dict[tuple[int, str], list[tuple[int, int, int, PipelineRange]]] = {}
     for step in (step for step in steps if step.rank in ranks):
         for span in step.times.ranges:
@@ -131,9 +131,9 @@ def _from_first(pieces: list[tuple[int, int, int, PipelineRange]]) -> tuple[Stag
 
 
 def _equal_durations(work: Sequence[StageWork]) -> list[float]:
-    """Returns how long each piece would take if those of a phase were equally long.
+    """Returns the duration of each piece if all pieces of a phase were equally long.
 
-    The loss, which the last stage has alone, is divided over all forwards.
+    The loss, which only the last stage computes, is spread over all forwards.
     """
     totals: dict[str, float] = defaultdict(float)
     numbers: Counter[str] = Counter()
@@ -146,16 +146,16 @@ def _equal_durations(work: Sequence[StageWork]) -> list[float]:
 
 
 def _end_without_messages(work: Sequence[StageWork], durations: Sequence[float]) -> float:
-    """Returns when the last piece of work would end if messages took no time.
+    """Returns the end of the last piece of work if messages took no time.
 
     Args:
-        work: In the order of their beginnings, which every rank keeps.
-        durations: How long each takes.
+        work: Pieces of work ordered by start; each rank keeps this order.
+        durations: Duration of each piece.
     """
     last_stage = max(piece.what.stage for piece in work)
     free: dict[int, float] = {}
     ended: dict[PipelineRange, float] = {}
-    # A piece that needs another began after it, so that one pass in this order is enough.
+    # A piece starts after the pieces that it depends on, so one pass in this order is enough.
     for piece, duration in zip(work, durations, strict=True):
         phase, stage, micro_batch = piece.what
         needed = None

@@ -1,4 +1,4 @@
-"""A step's work, each instant of a thread given to one operator, and communication beside it."""
+"""Self time of operators: attributes each instant of a thread to exactly one operator."""
 
 import dataclasses
 
@@ -11,20 +11,20 @@ from paceline.traces.events.intervals import Intervals
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfTimes:
-    """Operators of one step; arrays of one length."""
+    """Operators of one step, as arrays of equal length."""
 
     keys: Intervals
     starts: Intervals
     ends: Intervals
-    """Ends of the operators, cut off where the step ends."""
+    """Ends of the operators, clipped to the end of the step."""
     self_time: Intervals
-    """Nanoseconds of each without those that it calls."""
+    """Nanoseconds of each operator, excluding nested operators."""
     begins_here: npt.NDArray[np.bool_]
-    """Whether each operator begins in this step, and so counts as a call of it."""
+    """Whether each operator starts in this step, and so counts as one of its calls."""
 
 
 def step_self_times(work: EventTable, start: int, end: int) -> SelfTimes:
-    """Gives every instant of each thread to the operator that began last."""
+    """Attributes every instant of each thread to the operator that started last."""
     starts, ends = np.clip(work["start"], start, end), np.clip(work["end"], start, end)
     own = np.zeros(work.size, dtype=np.int64)
     by_thread = np.argsort(work["thread"], kind="stable")
@@ -41,9 +41,9 @@ def step_self_times(work: EventTable, start: int, end: int) -> SelfTimes:
 
 
 def self_times(starts: Intervals, ends: Intervals) -> Intervals:
-    """Returns the nanoseconds that belong to each event of one thread.
+    """Returns the self time of each event of one thread in nanoseconds.
 
-    Of events that begin together, the longer one is the caller; of equal ones, the earlier.
+    Of events that start together, the longer one is the caller; of equal ones, the earlier.
     """
     order = np.lexsort((np.arange(starts.size), -ends, starts))
     times = [0] * starts.size
@@ -61,7 +61,7 @@ def self_times(starts: Intervals, ends: Intervals) -> Intervals:
 
 
 def _give(times: list[int], open_events: list[tuple[int, int]], now: int, until: int) -> None:
-    """Gives the time from now until a moment to the events that are open meanwhile."""
+    """Attributes the time from `now` to `until` to the innermost open events."""
     while open_events and now < until:
         end, index = open_events[-1]
         if end > now:

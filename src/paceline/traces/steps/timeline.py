@@ -1,4 +1,4 @@
-"""When each rank's steps were, and whether it computes on a GPU."""
+"""Finds each rank's steps, and whether it computes on a GPU."""
 
 import pathlib
 
@@ -10,11 +10,11 @@ from paceline.traces.events.reader import TraceError
 from paceline.traces.events.spool import Spool
 
 MAX_STEPS = 100_000
-"""Limit for all ranks together; a longer trace is better looked at in parts."""
+"""Limit for all ranks together; longer traces should be analysed in parts."""
 
 
 class Timeline:
-    """The steps of each rank, from all events of a trace; its path is for messages."""
+    """The steps of each rank, from all events of a trace; the path is used in error messages."""
 
     def __init__(self, events: Spool, catalog: Catalog, path: pathlib.Path) -> None:
         self._labels = catalog.step_labels()
@@ -24,20 +24,20 @@ class Timeline:
         self._found: dict[int, list[tuple[int, int, str]]] = {}
         self._reach: dict[int, tuple[int, int]] = {}
         self.device_ranks: set[int] = set()
-        """Ranks whose work is that of a GPU."""
+        """Ranks that run work on a GPU."""
         for chunk in events.chunks():
             self._look_at(chunk)
             if sum(len(steps) for steps in self._found.values()) > MAX_STEPS:
                 raise TraceError(f"{path}: more than {MAX_STEPS} steps; trace fewer steps")
         self.windows: dict[int, Intervals] = {}
-        """Start and end of each rank's steps, in order and without overlap."""
+        """Start and end of each rank's steps, in order and disjoint."""
         self.labels: dict[int, list[str]] = {}
         for rank, reach in sorted(self._reach.items()):
             whole = [] if self._labels else [(*reach, "")]
             steps = sorted(self._found.get(rank, whole))
             starts = np.array([start for start, _, _ in steps], dtype=np.int64)
             ends = np.array([end for _, end, _ in steps], dtype=np.int64)
-            # Of steps that overlap, each instant belongs to the first.
+            # Where steps overlap, the time belongs to the first.
             starts[1:] = np.maximum(starts[1:], np.maximum.accumulate(ends)[:-1])
             self.windows[rank] = np.stack((starts, np.maximum(starts, ends)), axis=1)
             self.labels[rank] = [label for _, _, label in steps]

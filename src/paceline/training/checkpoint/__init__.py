@@ -1,8 +1,8 @@
-"""Checkpoints that know whether they are intact.
+"""Checkpoints that detect their own corruption.
 
 A checkpoint is a directory ``step-00000200`` of safetensors files, each written by one rank, and a
-``manifest.json`` that is written last: it holds a digest of every byte of every file, taken before
-the bytes left memory. What is read is compared with it while it is read. No file is ever unpickled.
+``manifest.json`` that is written last. The manifest has digests of every byte of every file, taken
+before the bytes left memory. Every read is verified against them. No file is ever unpickled.
 
-Nothing is imported here: looking at checkpoints does not load torch, saving and loading them does.
+Nothing is imported here: inspecting checkpoints does not load torch; saving and loading them does.
 """

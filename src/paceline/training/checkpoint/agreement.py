@@ -1,4 +1,4 @@
-"""What ranks agree on before any of them acts on it."""
+"""Collectives with which ranks agree on results and errors before any of them acts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def from_first(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Returns on all ranks what a function returns on the first, or raises what it raises there."""
+    """Returns the first rank's result of a function on all ranks, or raises its error on all."""
     if not dist.is_initialized():
         return function()
     outcome: list[Any] = [None, None]
@@ -23,7 +23,7 @@ def from_first(function: Callable[[], Any], group: dist.ProcessGroup | None) -> 
 
 
 def from_all(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns what each rank has given, by rank."""
+    """Returns the value of each rank, by rank."""
     if not dist.is_initialized():
         return [own]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -32,7 +32,7 @@ def from_all(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def require_all(function: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Calls a function on all ranks, and raises on all what it has raised on the first of them."""
+    """Calls a function on all ranks; raises the first failing rank's error on all of them."""
     failure: Exception | None = None
     try:
         function()

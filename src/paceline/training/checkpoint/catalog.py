@@ -1,4 +1,4 @@
-"""Which checkpoints a place holds, whether they are complete, and which of them to keep."""
+"""Catalog of checkpoints: which ones are complete, and which ones to keep."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from paceline.training.checkpoint.places import Place
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A published step with its manifest, which is intact."""
+    """A published step with an intact manifest."""
 
     step: int
     storage: Storage
@@ -25,11 +25,13 @@ class Checkpoint:
 
 
 def open_checkpoint(place: Place, step: int) -> Checkpoint:
-    """Returns a step, if its manifest is intact and all its files are there in full size.
+    """Opens a published step.
+
+    Raises unless its manifest is intact and all its files exist in full size.
 
     Args:
-        place: Where checkpoints live.
-        step: One that was published.
+        place: Location of the checkpoints.
+        step: A published step.
     """
     storage = place.storage(step)
     manifest = read_manifest(storage, step)
@@ -39,7 +41,7 @@ def open_checkpoint(place: Place, step: int) -> Checkpoint:
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
-    """Returns the manifest of a step, if it is there and intact."""
+    """Returns the manifest of a step; raises if it is missing or damaged."""
     where = f"{storage.url}/{MANIFEST}"
     try:
         content = storage.read(MANIFEST)
@@ -54,7 +56,7 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
 
 def complete_steps(place: Place) -> Iterator[int]:
-    """Yields the steps that are complete, the newest first."""
+    """Yields the complete steps, newest first."""
     for step in place.steps():
         try:
             open_checkpoint(place, step)
@@ -64,13 +66,13 @@ def complete_steps(place: Place) -> Iterator[int]:
 
 
 def keep_last(place: Place, number: int) -> list[int]:
-    """Removes all complete checkpoints but the newest ones, and returns their steps.
+    """Removes all complete checkpoints but the newest ones; returns the removed steps.
 
-    What is damaged is neither counted nor removed: it is no substitute for a complete one.
+    Damaged checkpoints are neither counted nor removed: they cannot replace a complete one.
 
     Args:
-        place: Where checkpoints live.
-        number: How many stay, at least one.
+        place: Location of the checkpoints.
+        number: Number of checkpoints to keep, at least one.
     """
     if number < 1:
         raise CheckpointError(f"{place.url}: keep at least one checkpoint, not {number}")

@@ -1,14 +1,14 @@
-"""Saving checkpoints in the course of a run, at once or while training goes on.
+"""Saves checkpoints during a run, synchronously or while training continues.
 
 An asynchronous save, on every rank:
 
-1. `save` waits for the save before it, and starts a thread.
-2. The thread plans with the others, over a group of its own, so that its messages do not mix with
-   those of training; then it copies what this rank is to write to host memory. `save` returns.
-3. The thread writes, the first rank publishes, and removes checkpoints that are no longer kept.
+1. `save` waits for the previous save, and starts a thread.
+2. The thread plans with the other ranks over a separate process group, so that its messages do not
+   mix with those of training. It then copies this rank's part to host memory, and `save` returns.
+3. The thread writes. The first rank publishes, and removes checkpoints that are no longer kept.
 
-A failure of the thread is the same on all ranks, but they learn of it at different times: `failed`
-says so without waiting, for the ranks to agree on at a step's boundary; `wait` raises it on all.
+A failure of the thread is the same on all ranks, but they learn of it at different times. `failed`
+reports it without waiting, so that ranks can agree on it between steps. `wait` raises it on all.
 """
 
 import datetime
@@ -37,14 +37,14 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Checkpointer:
-    """Saves a run's state at steps; all ranks make one and call it alike.
+    """Saves the state of a run; every rank creates one and makes the same calls.
 
     Args:
-        place: A directory that all ranks see, ``s3://bucket/prefix``, or a place that is open.
-        keep: How many complete checkpoints stay; all by default.
-        asynchronous: Whether training goes on while files are written.
-        max_file_bytes: About how large a file may be; one for S3 is in memory as a whole.
-        group: For its messages; one of its own by default.
+        place: A directory that all ranks share, ``s3://bucket/prefix``, or an open location.
+        keep: Number of complete checkpoints to keep; all by default.
+        asynchronous: Whether training continues while files are written.
+        max_file_bytes: Approximate maximum size of a file; for S3, each file is held in memory.
+        group: Process group for its messages; a separate one by default.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Checkpointer:
         self._buffers = HostBuffers() if asynchronous else None
         self._saving: _Saving | None = None
         self.group = new_group() if group is None else group
-        """For messages about checkpoints, between hosts' CPUs."""
+        """CPU process group for messages about checkpoints."""
         self.stall_s = 0.0
-        """How long training has waited for checkpoints so far."""
+        """Total time that training has waited for checkpoints."""
         self.published_step = -1
         """The newest step that is known to be published."""
         if self._is_first:
@@ -88,16 +88,16 @@ class Checkpointer:
         return self._saving is not None and self._saving.error is not None
 
     def save(self, step: int, state: dict[str, Any], identity: Json, of_rank: Json = None) -> None:
-        """Saves the state; afterwards it may change. All ranks call it.
+        """Saves the state, which may change once this returns; all ranks must call it.
 
-        Raises what the save before it has failed with.
+        Raises the error of the previous save, if it failed.
 
         Args:
-            step: How many steps the state has taken.
-            state: Nested dictionaries of tensors, torch's distributed ones among them, and of
-                what JSON can hold.
-            identity: What the run says of itself; the first rank's is kept.
-            of_rank: What this rank says of itself, such as the state of its random numbers.
+            step: Number of steps that the state was trained for.
+            state: Nested dictionaries of tensors, including torch's distributed ones, and of JSON
+                values.
+            identity: Metadata of the run; the first rank's is kept.
+            of_rank: Metadata of this rank, such as its random state.
         """
         started = time.perf_counter()
         try:
@@ -130,7 +130,7 @@ class Checkpointer:
             raise saving.error
 
     def close(self) -> None:
-        """Lets a save in progress end, without a word about failures, and gives up the group."""
+        """Waits for a save in progress without raising its error, and destroys the group."""
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join()
         self._saving = None
@@ -139,10 +139,10 @@ class Checkpointer:
             self.group = None
 
     def complete(self, step: int, save_id: str) -> None:
-        """Does what is left to do on all ranks once a save is published; nothing here."""
+        """Completes a save on all ranks once it is written; does nothing here."""
 
     def retain(self) -> None:
-        """Removes what is no longer kept; the first rank does, after a checkpoint is published."""
+        """Removes checkpoints that are no longer kept; only the first rank does."""
         if not self._is_first:
             return
         if self._keep is not None:
@@ -155,12 +155,12 @@ class Checkpointer:
 
 
 def new_group() -> dist.ProcessGroup | None:
-    """Makes a group between the CPUs of all ranks, for messages that do not mix with training's."""
+    """Creates a CPU process group of all ranks, so that messages do not mix with training's."""
     return dist.new_group(backend="gloo", timeout=_TIMEOUT) if dist.is_initialized() else None
 
 
 class _Saving:
-    """One save, on this thread or another."""
+    """One save, on the calling thread or a separate one."""
 
     def __init__(
         self,
@@ -178,14 +178,14 @@ class _Saving:
         self._writer = CheckpointWriter(attempt, buffers, self._has_staged)
 
     def start(self) -> None:
-        """Runs on a thread."""
+        """Starts the save on a thread."""
         self.thread = threading.Thread(
             target=self.run, name=f"checkpoint-{self._attempt.step}", daemon=True
         )
         self.thread.start()
 
     def run(self) -> None:
-        """Saves, publishes, and cleans up; what goes wrong is kept for the caller."""
+        """Saves, publishes and cleans up; keeps an error for the caller."""
         url = f"{self._attempt.place.url}, step {self._attempt.step}"
         failed = True
         try:
@@ -199,7 +199,7 @@ class _Saving:
             self._checkpointer.complete(self._attempt.step, self._writer.save_id)
             self._checkpointer.published_step = self._attempt.step
             failed = False
-        except BaseException as error:  # The thread's caller raises it.
+        except BaseException as error:  # `wait` raises it.
             self.error = error
         finally:
             self._state = None

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, each with the file and the remedy."""
+"""Checkpoint errors, each with the file and the remedy."""
 
 import errno
 import os
@@ -7,19 +7,19 @@ from paceline.core.errors import DISK_FULL, PacelineError
 
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 REMEDY = "load an older checkpoint, or restore the file from a backup"
-"""What helps against a file that is missing or damaged."""
+"""Remedy for a missing or damaged file."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that cannot be saved, found or loaded, naming the file."""
+    """Raised when a checkpoint cannot be saved, found or loaded; names the file."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is not what was saved: an older one may still be."""
+    """Raised when a checkpoint differs from what was saved; an older one may be intact."""
 
 
 def cannot_write(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """Returns what to raise when a file of a checkpoint cannot be written."""
+    """Returns the error for a checkpoint file that cannot be written."""
     if error.errno in DISK_FULL:
         remedy = "free disk space or name another place"
     elif error.errno in _FORBIDDEN:
@@ -35,7 +35,7 @@ def cannot_write(path: str | os.PathLike[str], error: OSError) -> CheckpointErro
 
 
 def cannot_move(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """Returns what to raise when a checkpoint cannot be removed or renamed."""
+    """Returns the error for a checkpoint that cannot be removed or renamed."""
     return CheckpointError(
         f"{os.fspath(path)}: {error.strerror or error}, so it cannot be removed or renamed; do so "
         "by hand, or give this process the permission"
@@ -43,7 +43,7 @@ def cannot_move(path: str | os.PathLike[str], error: OSError) -> CheckpointError
 
 
 def cannot_list(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """Returns what to raise when nobody can tell which checkpoints are in a directory."""
+    """Returns the error for a directory whose checkpoints cannot be listed."""
     return CheckpointError(
         f"{os.fspath(path)}: {error.strerror or error}, so its checkpoints cannot be listed; "
         "check the disk, or name another place"
@@ -51,5 +51,5 @@ def cannot_list(path: str | os.PathLike[str], error: OSError) -> CheckpointError
 
 
 def cannot_read(path: str | os.PathLike[str], error: OSError) -> DamagedCheckpointError:
-    """Returns what to raise when a file of a checkpoint cannot be read."""
+    """Returns the error for a checkpoint file that cannot be read."""
     return DamagedCheckpointError(f"{os.fspath(path)}: {error.strerror or error}; {REMEDY}")

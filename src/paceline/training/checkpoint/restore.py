@@ -1,4 +1,4 @@
-"""Loading the newest checkpoint that is what was saved, the same one on all ranks."""
+"""Loads the newest intact checkpoint, the same one on all ranks."""
 
 import dataclasses
 import functools
@@ -23,24 +23,24 @@ from paceline.training.checkpoint.torch_storage.reader import CheckpointReader
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was loaded, and what had to be passed over."""
+    """A loaded checkpoint, and the damaged ones that were skipped."""
 
     step: int
     identity: Json
-    """What the run has said of itself."""
+    """Metadata of the run."""
     ranks: list[Json]
-    """What each rank that saved has said of itself."""
+    """Metadata of each rank that saved."""
     passed_over: list[Finding]
-    """Newer checkpoints that are damaged."""
+    """Newer, damaged checkpoints."""
 
 
 class Source:
     """A checkpoint to load from.
 
     Args:
-        checkpoint: One whose manifest is intact.
-        group: The ranks that load, as a group between CPUs; all by default.
-        reader: Reads the checkpoint, where its files alone do not suffice.
+        checkpoint: A checkpoint with an intact manifest.
+        group: CPU process group of the loading ranks; all ranks by default.
+        reader: Reads the checkpoint, if its files alone are not sufficient.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Source:
         self.group = group
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fills the tensors of a state in place, and puts its other values in their places.
+        """Fills the tensors of a state in place, and replaces its other values.
 
-        All ranks call it. What raises has left the state half filled.
+        All ranks must call it. If it raises, the state is partially filled.
 
         Args:
-            state: As it was saved, or a part of it; distributed in any way.
+            state: The saved state or a part of it; distributed in any way.
         """
         with named_failures(f"loading {self.checkpoint.storage.url}"):
             load_state(
@@ -75,15 +75,16 @@ def load_newest_valid(
     load: Callable[[Source], None],
     group: dist.ProcessGroup | None = None,
 ) -> Restored | None:
-    """Loads the newest checkpoint of which every byte is as it was saved; None if there is none.
+    """Loads the newest checkpoint in which every byte is intact; returns None if there is none.
 
-    A damaged one is set aside, so that the run can save that step again, and the next older one is
-    tried. That all are damaged is an error: starting anew is for the user to decide.
+    A damaged checkpoint is set aside, so that the run can save that step again, and the next older
+    one is tried. Raises if all are damaged: the user must decide whether to start over.
 
     Args:
-        where: A directory that all ranks see, or ``s3://bucket/prefix``.
-        load: Takes what it needs from a source, on all ranks alike; called again after a failure.
-        group: The ranks, as a group between CPUs; all by default.
+        where: A directory that all ranks share, or ``s3://bucket/prefix``.
+        load: Loads what it needs from a source, the same on all ranks; called again after a
+            failure.
+        group: CPU process group of the ranks; all ranks by default.
     """
     place = open_place(where)
     passed_over: list[Finding] = []
@@ -108,7 +109,7 @@ def load_newest_valid(
 
 
 def restored_from(manifest: Manifest, passed_over: list[Finding]) -> Restored:
-    """Returns what a checkpoint says, after its state was loaded."""
+    """Returns the metadata of a checkpoint whose state was loaded."""
     return Restored(
         step=manifest.step,
         identity=json.loads(bytes(manifest.identity)),
@@ -123,13 +124,13 @@ def load_step(
     load: Callable[[Source], None],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Loads one checkpoint, all of which must be as it was saved.
+    """Loads one checkpoint, in which every byte must be intact.
 
     Args:
-        where: A directory that all ranks see, or ``s3://bucket/prefix``.
-        step: One that is there.
-        load: Takes what it needs from a source, on all ranks alike.
-        group: The ranks, as a group between CPUs; all by default.
+        where: A directory that all ranks share, or ``s3://bucket/prefix``.
+        step: A published step.
+        load: Loads what it needs from a source, the same on all ranks.
+        group: CPU process group of the ranks; all ranks by default.
     """
     place = open_place(where)
     source = Source(from_first(functools.partial(open_checkpoint, place, step), group), group)
@@ -138,7 +139,7 @@ def load_step(
 
 
 def _set_aside(place: Place, step: int) -> None:
-    """Takes a damaged step out of the way; where nothing may be written, it stays."""
+    """Sets a damaged step aside; if nothing may be written there, it stays."""
     try:
         place.set_aside(step, os.urandom(4).hex())
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What checkpoints a place holds, and whether they are what was saved; torch is not needed."""
+"""Lists and verifies checkpoints, without torch."""
 
 import dataclasses
 import os
@@ -22,26 +22,26 @@ from paceline.training.checkpoint.places import open_place
 _PART_BYTES = 2**24
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that were read, and all there are."""
+"""Called with the bytes read so far and in total."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """One line of a list of checkpoints."""
+    """Summary of one checkpoint, for a list."""
 
     step: int
     url: str
     problem: str = ""
-    """What is missing or has the wrong size; empty if the checkpoint is complete."""
+    """Why the checkpoint is incomplete; empty if it is complete."""
     num_bytes: int = 0
     num_files: int = 0
     num_tensors: int = 0
     world_size: int = 0
-    """Ranks that have saved it."""
+    """Number of ranks that saved it."""
 
 
 def list_checkpoints(where: str | os.PathLike[str]) -> list[CheckpointSummary]:
-    """Returns the checkpoints of a place, the oldest first; no tensor is read.
+    """Returns the checkpoints of a location, oldest first, without reading any tensor.
 
     Args:
         where: A directory or ``s3://bucket/prefix``.
@@ -71,12 +71,12 @@ def list_checkpoints(where: str | os.PathLike[str]) -> list[CheckpointSummary]:
 def verify_checkpoint(
     where: str | os.PathLike[str], step: int, progress: Progress = lambda done, total: None
 ) -> Iterator[Finding]:
-    """Reads a checkpoint whole, and yields what is not as it was saved.
+    """Reads a whole checkpoint, and yields every difference from what was saved.
 
     Args:
         where: A directory or ``s3://bucket/prefix``.
-        step: One of its checkpoints.
-        progress: Told how far it is.
+        step: Step of the checkpoint.
+        progress: Called with the bytes read so far and in total.
     """
     place = open_place(where)
     if step not in place.steps():
@@ -103,7 +103,7 @@ def verify_checkpoint(
 def _verify_file(
     storage: Storage, manifest: Manifest, number: int, file: FileEntry
 ) -> Iterator[Finding]:
-    """Yields what is wrong with a file of the right size: first of all, then by tensor."""
+    """Yields the damage in a file of the right size: checks its digest, then header and blocks."""
     try:
         if _digest(storage, file) == file.blake3:
             return

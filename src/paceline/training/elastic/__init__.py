@@ -1,1 +1,1 @@
-"""Runs whose replicas come and go."""
+"""Elastic training: replicas may leave and rejoin during a run."""

@@ -1,8 +1,8 @@
-"""Batches for replicas that come and go: the position advances with committed steps only.
+"""Batches for elastic replicas: the position advances with committed steps only.
 
-What a replica reads depends on who takes part in the step. A step that does not count, or other
-members in the next one, throw away what was read ahead, and the samples are read again by whoever
-is there: each is trained on exactly once.
+The samples of a replica depend on the members of the step. If a step does not commit, or the next
+step has other members, prefetched samples are discarded, and the current members read them again.
+Each sample is therefore trained on exactly once.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from paceline.training.config import RunConfig
 
 
 class ReplicaData:
-    """The samples of one replica.
+    """Training samples of one replica.
 
     Args:
         config: The run.
-        num_replicas: How many replicas the run is to have.
-        device: Where the tensors go.
+        num_replicas: Intended number of replicas of the run.
+        device: Device of the tensors.
     """
 
     def __init__(self, config: RunConfig, num_replicas: int, device: torch.device) -> None:
@@ -35,10 +35,10 @@ class ReplicaData:
             self._position = first.state_dict()
 
     def batch_size(self, live: int) -> int:
-        """Returns the sequences of a step over all replicas that take part.
+        """Returns the sequences of a step over all live replicas.
 
-        Kept: always training.batch_size, which fewer replicas accumulate in more passes. Live: each
-        replica computes its part of training.batch_size, and lost ones are missing.
+        kept: always training.batch_size, which fewer replicas accumulate in more passes. live: each
+        replica computes its part of training.batch_size, and the parts of lost ones are missing.
         """
         batch_size = self._config.training.batch_size
         if self._config.parallel.elastic_batch == "kept":
@@ -46,7 +46,7 @@ class ReplicaData:
         return batch_size // self._num_replicas * live
 
     def next(self, members: Members) -> TorchBatch:
-        """Returns this replica's part of the step after the last that was committed."""
+        """Returns this replica's part of the step after the last committed one."""
         reads_for = (members.rank, members.live)
         if self._loader is None or self._reads_for != reads_for:
             self.discard()
@@ -61,12 +61,12 @@ class ReplicaData:
         return next(self._loader)
 
     def commit(self) -> None:
-        """Takes note that the step of the last batch counts."""
+        """Records that the step of the last batch is committed."""
         assert self._loader is not None
         self._position = self._loader.state_dict()
 
     def discard(self) -> None:
-        """Goes back to the last committed step."""
+        """Discards everything that was read after the last committed step."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
@@ -82,7 +82,7 @@ class ReplicaData:
         return self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another replica, or a checkpoint, is."""
+        """Continues from the position of another replica or of a checkpoint."""
         self.discard()
         self._position = dict(state)
 

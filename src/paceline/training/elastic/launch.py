@@ -1,7 +1,7 @@
-"""Replicas on this host, and the lighthouse through which they find each other.
+"""Launches replicas on this host, and the lighthouse through which they find each other.
 
-The process that starts them trains nothing: a replica that ends is started again, and heals from
-one that is still there.
+The launching process does not train. It restarts a replica that fails, and the replica heals from
+one that is still running.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 REPLICA = "PACELINE_REPLICA"
-"""Which replica a process is."""
+"""Environment variable with the number of a process's replica."""
 NUM_REPLICAS = "PACELINE_REPLICAS"
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 _POLL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _MOST_FAILURES = 5
-"""Failures of one replica in a row, without a step between them, after which it is given up."""
+"""Consecutive failures of a replica, without a step between them, before it is given up."""
 _STEPPED = "PACELINE_REPLICA_STEPPED"
-"""The descriptor through which a replica tells the launcher of its first step."""
+"""Environment variable with the file descriptor on which a replica reports its first step."""
 
 
 def require_torchft() -> None:
     """Raises unless torchft is installed."""
-    # What its servers say of every step is of no use to anyone; replicas inherit it.
+    # Its servers would log every step, which is of no use; replicas inherit the setting.
     os.environ.setdefault("RUST_LOG", "error")
     try:
         import torchft  # noqa: F401
@@ -46,15 +46,15 @@ def require_torchft() -> None:
 
 
 def run_replicas(config: RunConfig, num_replicas: int, grace_s: float) -> int:
-    """Starts a copy of this script per replica, and starts those again that end early.
+    """Starts a copy of this script per replica, and restarts those that end early.
 
     Args:
         config: The run.
-        num_replicas: How many there are to be.
-        grace_s: How long replicas may take to save and leave when they are asked to stop.
+        num_replicas: Number of replicas.
+        grace_s: Seconds that replicas may take to save and exit when they are asked to stop.
 
     Returns:
-        The exit code: that of a replica that has finished or stopped, or of the last to give up.
+        The exit code of a replica that finished or stopped, otherwise of the last to be given up.
     """
     require_torchft()
     from torchft.coordination import LighthouseServer
@@ -73,12 +73,12 @@ def run_replicas(config: RunConfig, num_replicas: int, grace_s: float) -> int:
 
 
 def loopback_address(lighthouse: "LighthouseServer") -> str:
-    """Returns where replicas of this host find a lighthouse, which names itself by its host."""
+    """Returns the loopback address of a lighthouse, which itself reports its host name."""
     return f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2].rstrip('/')}"
 
 
 def note_first_step() -> None:
-    """Tells the launcher that this replica trains, so that its failures so far are forgotten."""
+    """Tells the launcher that this replica trains, which resets its failure count."""
     descriptor = os.environ.pop(_STEPPED, None)
     if descriptor is not None:
         os.write(int(descriptor), b"1")
@@ -86,14 +86,14 @@ def note_first_step() -> None:
 
 
 class _Replica:
-    """One of the processes, which may be one after another."""
+    """One replica, run by one process after another."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.next_start_s = 0.0
         self.num_failures = 0
         self._stepped = -1
-        """The launcher's end of the pipe in which there is a byte after the first step."""
+        """The launcher's end of the pipe, which contains a byte after the first step."""
 
     def start(self, environment: dict[str, str]) -> None:
         """Starts a copy of this script."""
@@ -109,9 +109,9 @@ class _Replica:
         os.close(write_end)
 
     def note_end(self) -> None:
-        """Forgets the process, and its failures before if it has done a step."""
+        """Clears the process, and resets the failure count if the process completed a step."""
         self.process = None
-        # A process that it has left behind may have the other end open: then reading would block.
+        # A leftover child process may keep the other end open, and reading would block.
         with contextlib.suppress(BlockingIOError):
             if os.read(self._stepped, 1):
                 self.num_failures = 0
@@ -131,7 +131,7 @@ class _Replicas:
         self._is_ending = False
 
     def run(self) -> int:
-        """Keeps the replicas going until the run has finished, or was asked to stop."""
+        """Keeps the replicas running until the run finishes or is asked to stop."""
         exit_code, stop_by_s = 1, math.inf
         try:
             with PassedOn() as requests:
@@ -155,13 +155,13 @@ class _Replicas:
         return [each.process for each in self._replicas if each.process is not None]
 
     def _end_with_these(self) -> None:
-        """Starts nobody again."""
+        """Disables restarts."""
         self._is_ending = True
         for replica in self._replicas:
             replica.next_start_s = 0.0
 
     def _look_after(self, number: int, replica: _Replica) -> int | None:
-        """Starts a replica again that has failed; returns the exit code of one that is done."""
+        """Restarts a failed replica; returns the exit code of one that is done or given up."""
         now = time.monotonic()
         if replica.process is None:
             if replica.next_start_s and now >= replica.next_start_s:
@@ -174,7 +174,7 @@ class _Replicas:
         code = exit_code_of(return_code)
         replica.note_end()
         if code in (0, STOPPED) or self._is_ending:
-            # The run is over for all: nobody is left to heal from.
+            # The run is over: no replica is left to heal from.
             self._is_ending = True
             return code if code in (0, STOPPED) else None
         replica.num_failures += 1

@@ -1,11 +1,11 @@
-"""The training loop of one replica among others that come and go.
+"""Training loop of one elastic replica.
 
-    for every step: agree on who takes part, heal > this replica's part of the batch > learning
-    rate > forward, backward, sums over replicas > does the step count? > update > row
+    for every step: agree on the members, heal > this replica's part of the batch > learning
+    rate > forward, backward, sums over replicas > does the step commit? > update > row
 
-As in `paceline.training.loop`, with two differences. What ranks agree on goes through the replicas'
-group, which outlives any of them. And a step may not count, because a replica was lost while it
-ran: then nothing has changed, and those that are left do it again.
+It differs from `paceline.training.loop` in two ways. Replicas agree through their own group, which
+outlives any of them. And a step may fail to commit, because a replica was lost while it ran: then
+nothing has changed, and the remaining replicas repeat the step.
 """
 
 import json
@@ -50,10 +50,10 @@ def train_replica(
 
     Args:
         config: The run.
-        session: This process, alone.
+        session: Distributed session of this process, its only rank.
         trainee: The model and its optimizers, as built.
-        states: Saves to disk, and restores where there is no other replica to heal from.
-        open_observer: Makes those who follow the run; called when this replica comes to report.
+        states: Saves to disk, and restores if there is no replica to heal from.
+        open_observer: Creates the observer; called when this replica begins to report.
         stop: Whether the run was asked to stop.
     """
     num_steps = config.training.steps
@@ -75,14 +75,14 @@ def train_replica(
         runner = ReplicaStep(config.training, trainee, group, gradients, session.device)
         members: Members | None = group.begin_step()
         if group.step == 0:
-            # Nobody is further: all begin, or go on from the disk.
+            # No replica is further: all start from the beginning, or resume from disk.
             group.resume(states.restore(trainee, data))
         result = None
         seen: Members | None = None
         ended = time.perf_counter()
         while group.step < num_steps:
             began = time.perf_counter()
-            # Those of the first step are known: they wait in it for this replica.
+            # The members of the first step are known: they are waiting in it for this replica.
             members = members or group.begin_step()
             step = group.step
             if step >= num_steps:
@@ -142,7 +142,7 @@ def train_replica(
                     )
                 )
             is_due = is_last or step % config.checkpoint.every_steps == 0
-            # A lost replica may have saved the step, and the others have done it again.
+            # A lost replica may have saved the step before the others repeated it.
             if seen.rank == 0 and is_due and not states.is_saved(step):
                 began = time.perf_counter()
                 states.save(step, trainee, data)
@@ -165,7 +165,7 @@ def train_replica(
 
 
 def _state(trainee: Trainee, data: ReplicaData) -> dict[str, Any]:
-    """Returns all that another replica needs; nothing is copied."""
+    """Returns the state that another replica needs to heal; nothing is copied."""
     return {
         "model": trainee.module.state_dict(),
         "optimizers": {name: each.state_dict() for name, each in trainee.optimizers.items()},
@@ -183,7 +183,7 @@ def _load(state: dict[str, Any], trainee: Trainee, data: ReplicaData) -> None:
 def _changes(
     seen: Members | None, members: Members, step: int, num_replicas: int
 ) -> list[EventRow]:
-    """Returns what to say when others take part than in the step before."""
+    """Returns an event if the number of members has changed since the last step."""
     if seen is None or seen.live == members.live:
         return []
     message = f"{members.live} of {num_replicas} replicas from step {step + 1}, {seen.live} before"

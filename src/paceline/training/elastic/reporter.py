@@ -1,7 +1,7 @@
-"""Who reports the steps of a run whose replicas come and go: the first of those that take part.
+"""Reports the steps of an elastic run, from the first member of each step.
 
-All replicas know the same of a step. One that becomes the first opens the run's metrics and adds
-the rows that a lost one has not written any more.
+All replicas have the same results of a step. A replica that becomes the first opens the run's
+metrics, and adds the rows that a lost one did not write.
 """
 
 import collections
@@ -12,15 +12,15 @@ from paceline.training.metrics.observers import Observer
 from paceline.training.metrics.rows import STARTED, EventRow, MetricsFile, MetricsRow, StepRow
 
 _KEPT_ROWS = 64
-"""Steps whose rows a replica keeps for the case that it has to write them."""
+"""Number of step rows that a replica keeps in case it has to write them."""
 
 
 class Reporter:
     """Writes rows while this replica is the first, and keeps the newest ones otherwise.
 
     Args:
-        metrics: The run's file of rows.
-        open_observer: Makes those who follow the run.
+        metrics: The run's metrics file.
+        open_observer: Creates the observer of the run.
     """
 
     def __init__(self, metrics: pathlib.Path, open_observer: Callable[[], Observer]) -> None:
@@ -30,12 +30,12 @@ class Reporter:
         self._kept: collections.deque[StepRow] = collections.deque(maxlen=_KEPT_ROWS)
 
     def lead(self, is_first: bool, step: int, message: str) -> None:
-        """Takes over, or lets go, as the members of a step say.
+        """Starts or stops reporting, depending on the members of a step.
 
         Args:
-            is_first: Whether this replica is the first of those that take part.
-            step: Steps that are done.
-            message: What to say of the start.
+            is_first: Whether this replica is the first of the members.
+            step: Number of completed steps.
+            message: Message of the start event.
         """
         if is_first == (self._observer is not None):
             return
@@ -55,14 +55,14 @@ class Reporter:
         return self._observer is not None
 
     def note(self, row: MetricsRow) -> None:
-        """Reports a row, or keeps it."""
+        """Keeps a step row, and reports any row if this replica is the first."""
         if isinstance(row, StepRow):
             self._kept.append(row)
         if self._observer is not None:
             self._observer.note(row)
 
     def close(self) -> None:
-        """Lets those who follow the run finish."""
+        """Closes the observer, if it is open."""
         if self._observer is not None:
             self._observer.close()
             self._observer = None

@@ -20,11 +20,11 @@ class ReplicaStep:
     """Runs steps of one replica.
 
     Args:
-        config: Micro-batches, precision, clipping.
+        config: Micro-batch size, precision and clipping.
         trainee: The model and its optimizers.
-        group: The replicas.
-        gradients: Of the model, which the group adds up.
-        device: Where it computes.
+        group: The group of replicas.
+        gradients: Gradients of the model, which the group sums.
+        device: Device to compute on.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class ReplicaStep:
     def run(
         self, batch: TorchBatch, batch_size: int, members: Members, *, stop: bool
     ) -> StepResult | None:
-        """Trains on this replica's sequences of a batch; None if the step does not count.
+        """Trains on this replica's sequences of a batch; returns None if the step does not commit.
 
         Args:
-            batch: Its sequences.
-            batch_size: The sequences of all replicas.
-            members: Who takes part.
-            stop: Whether this replica was asked to stop; all learn of it with the loss.
+            batch: This replica's sequences.
+            batch_size: Number of sequences over all replicas.
+            members: Members of the step.
+            stop: Whether this replica was asked to stop; the result tells all replicas.
         """
         config = dataclasses.replace(self._config, batch_size=batch_size)
         passes = config.num_passes(members.live)
@@ -65,7 +65,7 @@ class ReplicaStep:
         total, num_stops, *parts, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
         optimizers = self._trainee.optimizers.values()
         result = None
-        # Numbers that are not finite are those of a sum that went wrong, or of all replicas.
+        # Non-finite sums either do not commit, or are the same on all replicas.
         if self._group.commit():
             result = StepResult(
                 loss=total,

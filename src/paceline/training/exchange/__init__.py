@@ -1,1 +1,1 @@
-"""Models on their way out of runs and into them, one process at a time."""
+"""Export, import and loading of models, in a single process."""

@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face model, for whoever has never heard of Paceline.
+"""Exports a checkpoint as a Hugging Face model, which does not need Paceline.
 
-One process reads it, whatever ranks and strategy have saved it. Memory is bounded by a file of
-weights, not by the model.
+A single process reads it, regardless of the ranks and strategy that saved it. Memory use is bounded
+by one file of weights, not by the model.
 """
 
 import math
@@ -36,14 +36,14 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Writes what transformers' AutoModelForCausalLM and AutoTokenizer load; returns config.json.
+    """Writes a model that AutoModelForCausalLM and AutoTokenizer load; returns config.json.
 
     Args:
         saved: A model in a checkpoint.
-        out: The directory to make.
-        dtype: What the weights are rounded to; by default they stay as they were saved.
-        max_shard_bytes: About how large a file of weights may be.
-        progress: Told how far it is, in bytes.
+        out: The directory to create.
+        dtype: dtype to round the weights to; by default they stay as saved.
+        max_shard_bytes: Approximate maximum size of a file of weights.
+        progress: Called with the bytes done so far and in total.
     """
     tensors = saved.tensors
     config, names = _layout(saved, tensors)
@@ -55,7 +55,7 @@ def export_model(
         return {name: _rounded(values.pop(ours[name]), dtype) for name in wanted}
 
     name_of_dtype = str(next(iter(chosen.values())).dtype).removeprefix("torch.")
-    # The first for transformers 5, the second for what is older.
+    # `dtype` is for transformers 5, `torch_dtype` for older versions.
     config |= {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
     files: dict[str, dict[str, Any] | str] = {CONFIG: config}
     if saved.tokenizer_json is not None:
@@ -67,7 +67,7 @@ def export_model(
 
 
 def _layout(saved: SavedModel, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns config.json, and what the tensors of the checkpoint are called beside it."""
+    """Returns config.json, and the exported names of the checkpoint's tensors."""
     shape, end = saved.identity.shape, saved.identity.end_of_document
     if shape is not None:
         return llama_config(shape, end), llama_names(shape, tensors)
@@ -84,7 +84,7 @@ def _rounded(tensor: Tensor, dtype: ExportDType | None) -> Tensor:
 
 
 def _tokenizer_config(saved: SavedModel) -> dict[str, Any]:
-    """Returns what AutoTokenizer needs besides tokenizer.json."""
+    """Returns the settings that AutoTokenizer needs in addition to tokenizer.json."""
     assert saved.tokenizer_json is not None
     end = saved.identity.end_of_document
     tokenizer = Tokenizer(saved.tokenizer_json, end)

@@ -1,8 +1,8 @@
-"""A Hugging Face Llama model as a run that has not begun: step 0, weights alone.
+"""Imports a Hugging Face Llama model as a run at step 0, with weights only.
 
-Weights come in as a checkpoint, not as a key of the config, so that they are verified, listed,
-exported and generated from like any other, and the run that goes on from them never needs the
-directory that they came from.
+Weights are imported as a checkpoint instead of a config key. They can therefore be verified,
+listed, exported and generated from like any other, and the run never needs the directory that they
+came from.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ _DEFAULT_CONTEXT = 256
 
 
 def import_model(directory: pathlib.Path, run: pathlib.Path) -> RunConfig:
-    """Makes the directory of a run from a Llama model; returns a config to train it on.
+    """Creates the directory of a run from a Llama model; returns a config to train it.
 
     Args:
-        directory: With config.json, safetensors and, if the data is to be text, tokenizer.json.
-        run: The directory to make; there must be no run in it.
+        directory: Contains config.json, safetensors and, for text data, tokenizer.json.
+        run: The directory to create; it must not contain a run.
     """
     require_room(run)
     settings = read_config(directory)

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, ready to generate: of a run, or of a Hugging Face directory."""
+"""Loads a model and its tokenizer for generation, from a run or a Hugging Face directory."""
 
 import dataclasses
 import pathlib
@@ -18,21 +18,21 @@ from paceline.training.exchange.saved_model import open_saved_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What text is generated with."""
+    """A model and its tokenizer, for text generation."""
 
     model: TransformerLM | HuggingFaceLM
     """In evaluation mode, on the CPU."""
     tokenizer: Tokenizer
     step: int | None
-    """Of the checkpoint that it is from; None of a Hugging Face directory."""
+    """Step of its checkpoint; None for a Hugging Face directory."""
 
 
 def load_model(where: str, step: int | None = None) -> LoadedModel:
     """Loads a model with its tokenizer.
 
     Args:
-        where: The directory of a run, the place of its checkpoints, or the directory of a model.
-        step: One of the checkpoints; the newest that is complete by default.
+        where: Directory of a run, location of its checkpoints, or directory of a model.
+        step: Step of the checkpoint; by default the newest complete one.
     """
     directory = pathlib.Path(where)
     if "://" not in where and (directory / CONFIG).exists():
@@ -67,7 +67,7 @@ def _from_directory(directory: pathlib.Path) -> LoadedModel:
 def _transformer(shape: ModelShape, state: dict[str, Tensor]) -> TransformerLM:
     with torch.device("meta"):
         model = TransformerLM(shape)
-    # The tensors themselves become the parameters: nothing is initialised, nothing copied.
+    # Assigns the tensors as parameters, without initialization or copies.
     model.load_state_dict(state, assign=True)
     model.positions.to_empty(device="cpu")
     model.positions.reset_buffers()

@@ -1,4 +1,4 @@
-"""The model in a checkpoint, apart from ranks, strategies and optimizers."""
+"""The model in a checkpoint, independent of ranks, strategies and optimizers."""
 
 import dataclasses
 import pathlib
@@ -21,21 +21,21 @@ from paceline.training.run_files import CHECKPOINTS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """What a checkpoint holds of a model."""
+    """The model part of a checkpoint."""
 
     checkpoint: Checkpoint
     identity: RunIdentity
     tokenizer_json: str | None
-    """The tokenizer of the run, if it is beside its checkpoints."""
+    """Tokenizer of the run, if it is next to the checkpoints."""
 
     @property
     def step(self) -> int:
-        """Steps that it was trained for."""
+        """Number of steps that the model was trained for."""
         return self.checkpoint.step
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name, on the meta device: shapes and dtypes without numbers."""
+        """Its tensors by name, on the meta device: shapes and dtypes without values."""
         return {
             name.removeprefix(f"{MODEL}."): torch.empty(
                 entry.shape, dtype=dtype_of(entry.dtype), device="meta"
@@ -45,7 +45,7 @@ class SavedModel:
         }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads whole tensors, whoever has saved which part of them; every byte is verified."""
+        """Reads whole tensors, regardless of how ranks split them, and verifies every byte."""
         known = self.tensors
         state = {name: torch.empty_like(known[name], device="cpu") for name in names}
         Source(self.checkpoint).load({MODEL: state})
@@ -53,11 +53,11 @@ class SavedModel:
 
 
 def open_saved_model(where: str, step: int | None = None) -> SavedModel:
-    """Opens a checkpoint for its model; no tensor is read yet.
+    """Opens the model in a checkpoint, without reading any tensor.
 
     Args:
-        where: The directory of a run, or the place of its checkpoints.
-        step: One of its checkpoints; the newest that is complete by default.
+        where: Directory of a run, or location of its checkpoints.
+        step: Step of the checkpoint; by default the newest complete one.
     """
     if "://" not in where and (pathlib.Path(where) / CHECKPOINTS).is_dir():
         run, place = where, open_place(pathlib.Path(where) / CHECKPOINTS)

@@ -1,1 +1,1 @@
-"""Layouts of a run: what its config asks for, and the model laid out so."""
+"""Parallel layouts of a run: derived from its config, and applied to its model."""

@@ -1,4 +1,4 @@
-"""A model laid over a mesh: cut into stages, each laid over the ranks of its stage."""
+"""Lays a model over a mesh: cuts it into stages, each distributed over its stage's ranks."""
 
 import contextlib
 
@@ -22,16 +22,16 @@ from paceline.training.steps.precision import autocast
 def lay_out(
     config: RunConfig, session: Session, model: TransformerLM, layout: ParallelLayout
 ) -> tuple[TransformerLM | TransformerStage, LaidOut]:
-    """Returns what this rank has of a model, and how it works with the other ranks.
+    """Returns this rank's part of a model, and the mesh that the model is laid over.
 
     Args:
         config: The run.
-        session: This rank among the others.
-        model: On the meta device, because no rank may have room for all of it.
-        layout: One that can run.
+        session: Distributed session of this rank.
+        model: On the meta device, because the whole model may not fit on a rank.
+        layout: A layout that can run.
     """
     groups = MeshGroups(layout, session.rank, session.world_size, session.device)
-    # With it, the average over those that average gradients is the mean of all tokens.
+    # With this scale, averaging gradients over ranks yields the mean over all tokens.
     scale = groups.gradient_ranks / config.tokens_per_step
     pipeline = place_model(
         model,
@@ -68,14 +68,14 @@ def place_model(
     """Lays a model over its ranks and draws its weights; returns the pipeline, if there is one.
 
     Args:
-        model: On the meta device. Without a pipeline, this rank's part of it is what remains.
-        groups: Of a layout that can run.
-        context_length: Tokens of a sequence.
+        model: On the meta device. Without a pipeline, it is reduced in place to this rank's part.
+        groups: Groups of a layout that can run.
+        context_length: Tokens per sequence.
         num_micro_batches: Equal parts of a rank's batch.
-        loss: Of a micro-batch, for a pipeline.
-        seed: Weights are the same under every layout, and as one process draws them.
-        schedule: Of a pipeline.
-        forward_context: What forward of a pipeline runs in.
+        loss: Loss of a micro-batch, for a pipeline.
+        seed: Seed of the weights, which are the same under every layout and in a single process.
+        schedule: Schedule of a pipeline.
+        forward_context: Context of a pipeline's forward passes.
         compile_blocks: Whether each block is compiled.
     """
     pipeline = None

@@ -1,9 +1,9 @@
-"""Initial weights of a model of which a rank has parts, the same as of a model in one piece.
+"""Initializes a model that is split over ranks with the same weights as an unsplit model.
 
-The whole of a large model fits on no rank. It is laid out on the meta device, where tensors have no
-values, and then every rank draws one matrix after the other as one process would, and keeps its
-part: at no time does a rank hold more than one whole matrix. Every rank draws all of them, because
-the values of one depend on how many were drawn before.
+A large model does not fit on one rank. It is laid out on the meta device, where tensors have no
+values. Every rank then draws one matrix after the other, as a single process would, and keeps its
+part, so that it never holds more than one whole matrix. Every rank draws all matrices, because the
+values of each depend on how many were drawn before.
 """
 
 import torch
@@ -17,11 +17,11 @@ from paceline.parallel.buckets import local_tensor
 
 
 def leave_meta_device(part: nn.Module, device: torch.device) -> None:
-    """Gives what this rank has of a model memory on a device, without values.
+    """Allocates uninitialized memory for this rank's part of a model.
 
     Args:
-        part: The model, or a stage of it, as it was laid out; left alone if it has memory already.
-        device: Where this rank computes.
+        part: The model, or a stage of it, after layout; unchanged if it already has memory.
+        device: Device to compute on.
     """
     if any(parameter.is_meta for parameter in part.parameters()):
         part.to_empty(device=device)
@@ -29,14 +29,14 @@ def leave_meta_device(part: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def draw_parts(model: TransformerLM) -> None:
-    """Draws the weights that this rank has of a model; the rest of it is on the meta device.
+    """Draws this rank's weights of a model; the rest of the model is on the meta device.
 
     Args:
-        model: Laid over a mesh, with its parts on their device and without values.
+        model: Laid over a mesh, with this rank's parts allocated but uninitialized.
     """
     model.positions.reset_buffers()
     if model.shape.tied_embeddings:
-        # Leaving the meta device unties them, and a stage may have the one without the other.
+        # Leaving the meta device unties the weights, and a stage may have only one of them.
         has_embedding = not model.embedding.weight.is_meta
         tied = model.embedding.weight if has_embedding else model.head.weight
         model.embedding.weight = model.head.weight = tied
@@ -52,7 +52,7 @@ def draw_parts(model: TransformerLM) -> None:
 
 
 def _draw_as_constructors_do(model: TransformerLM) -> None:
-    """Draws what torch's layers begin with, which on the meta device they have not done."""
+    """Draws the random numbers that torch's layers draw when constructed on a real device."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.Linear(module.in_features, module.out_features, bias=False, device="cpu")
@@ -61,7 +61,7 @@ def _draw_as_constructors_do(model: TransformerLM) -> None:
 
 
 def _part_of(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Returns of a whole what this rank has of a tensor like it."""
+    """Returns the part of a whole tensor that this rank has of a sharded tensor like it."""
     if not isinstance(tensor, DTensor):
         return whole
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

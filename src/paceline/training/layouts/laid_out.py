@@ -1,4 +1,4 @@
-"""A model on a mesh as the trainer uses it: clipping, evaluation, logits to draw tokens from."""
+"""A model on a mesh: gradient clipping, evaluation, and logits for generation."""
 
 import dataclasses
 
@@ -16,30 +16,30 @@ from paceline.parallel.mesh.pipeline import Context, Pipeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaidOut:
-    """How a model is laid over ranks that differ in more than their data."""
+    """Distribution of a model over ranks that differ in more than their data."""
 
     groups: MeshGroups
     pipeline: Pipeline | None
-    """Runs the stages of this rank with those of others; None where there is one stage."""
+    """Runs this rank's stages together with those of other ranks; None if there is one stage."""
     vocab_size: int
     loss_scale: float
-    """What the loss of a token is multiplied with in training, and in a pipeline always."""
+    """Factor of each token's loss in training, and with a pipeline also in evaluation."""
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether tensor ranks have parts of the logits."""
+        """Whether the logits are split over tensor-parallel ranks."""
         return self.groups.tensor is not None
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scales gradients down to a norm; returns the norm that they had.
+        """Clips gradients to a maximum norm; returns their norm before clipping.
 
         Args:
             model: All parameters of this rank.
-            max_norm: The largest norm that is left as it is.
+            max_norm: Maximum norm.
         """
         uncounted = []
         if self.pipeline is not None and self.pipeline.tied is not None:
-            # The first stage counts a weight that the last one has a copy of.
+            # Count a tied weight once: on the first stage, not its copy on the last one.
             uncounted = [] if self.pipeline.is_first else [self.pipeline.tied]
         return clip_grad_norm(model, self.groups, max_norm, uncounted)
 
@@ -53,14 +53,14 @@ class LaidOut:
         *,
         num_micro_batches: int = 1,
     ) -> Tensor:
-        """Returns the loss, added up over tokens, on all ranks that have these; all call it.
+        """Returns the loss summed over tokens, on all ranks with these tokens; all must call it.
 
         Args:
-            model: This rank's part.
+            model: This rank's part of the model.
             tokens: This rank's tokens.
-            targets: The token that follows each.
-            autocast: What lowers the precision.
-            num_micro_batches: Equal parts that go through a pipeline one behind the other.
+            targets: Next token of each position.
+            autocast: Creates the autocast context of a forward pass.
+            num_micro_batches: Equal parts to run back to back through a pipeline.
         """
         with vocabulary_parallel(self.splits_vocabulary):
             if self.pipeline is not None:
@@ -75,17 +75,17 @@ class LaidOut:
 
     @torch.no_grad()
     def logits(self, model: nn.Module, tokens: Tensor, autocast: Context) -> Tensor:
-        """Returns the logits of whole sequences, on all ranks; all call it.
+        """Returns the logits of whole sequences, on all ranks; all ranks must call it.
 
         Args:
-            model: This rank's part.
-            tokens: As many as all axes divide.
-            autocast: What lowers the precision.
+            model: This rank's part of the model.
+            tokens: Whole sequences, whose length must be a multiple of `divisor`.
+            autocast: Creates the autocast context of a forward pass.
         """
         share = None if self.groups.context is None else ContextShare(self.groups.context)
         own = tokens if share is None else share.take(tokens)
         if self.pipeline is not None:
-            with vocabulary_parallel(self.splits_vocabulary):  # Its schedule computes a loss, too.
+            with vocabulary_parallel(self.splits_vocabulary):  # The schedule also computes a loss.
                 logits = self.pipeline.logits(own, self.vocab_size)
         else:
             with autocast():
@@ -96,15 +96,15 @@ class LaidOut:
 
     @property
     def divisor(self) -> int:
-        """What divides the tokens of every sequence that goes through the model."""
+        """Number that must divide the length of every sequence."""
         layout = self.groups.layout
         parts = 2 * layout.context if layout.context > 1 else 1
         return parts * (layout.tensor if layout.sequence_parallel else 1)
 
     def _reshard(self, model: nn.Module) -> None:
-        """Gives up what FSDP2 keeps gathered for a backward that does not come."""
+        """Frees the parameters that FSDP2 keeps gathered for a backward pass that never runs."""
         if self.pipeline is not None:
-            return  # The schedule of an evaluation ends with it.
+            return  # The evaluation schedule already reshards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

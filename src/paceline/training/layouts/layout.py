@@ -1,4 +1,4 @@
-"""The layout of a run: what its config makes of so many ranks, or why it cannot be."""
+"""Derives the parallel layout of a run from its config and world size, or rejects it."""
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
@@ -8,11 +8,11 @@ from paceline.training.config import RunConfig
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
-    """Returns how the ranks of a run are laid out.
+    """Returns the parallel layout of a run.
 
     Args:
-        config: The run; `parallel` names all axes but one, which takes the ranks that are left.
-        world_size: How many ranks there are.
+        config: The run; `parallel` sizes all axes but one, which takes the remaining ranks.
+        world_size: Number of ranks.
     """
     layout = _arranged(config, world_size)
     if not needs_mesh(layout) and layout.pipeline_interleave == 1:
@@ -23,7 +23,8 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
             "for model.hugging_face; leave them at 1"
         )
     if layout.tensor > 1 and config.model.compile_blocks:
-        # torch 2.13: in backward, a compiled block hands DTensor's redistribution a plain tensor.
+        # torch 2.13: in backward, a compiled block passes a plain tensor to DTensor's
+        # redistribution.
         raise UsageError(
             f"parallel.tensor {layout.tensor} cannot run with model.compile_blocks: torch.compile "
             "does not return the gradients of DTensors; leave one of them out"

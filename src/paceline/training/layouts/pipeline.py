@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, each laid over the ranks of its stage."""
+"""Cuts a model into pipeline stages, each distributed over the ranks of its stage."""
 
 import contextlib
 from collections.abc import Iterable
@@ -28,13 +28,13 @@ def make_pipeline(
     """Returns this rank's stages of a model, with the schedule that runs them.
 
     Args:
-        model: Whole, with the same weights on all ranks, or on the meta device.
-        groups: Of a layout with a pipeline that can run.
-        context_length: Tokens of a sequence, which decide what attention costs.
+        model: The whole model, with the same weights on all ranks or on the meta device.
+        groups: Groups of a layout that can run and has a pipeline.
+        context_length: Tokens per sequence, which determine the cost of attention.
         num_micro_batches: Equal parts of a rank's batch.
-        loss: Of a micro-batch; a step's is the sum of them.
-        schedule: 1f1b, which is interleaved if the layout says so, or zero_bubble.
-        forward_context: What forward runs in, such as autocast.
+        loss: Loss of a micro-batch; the loss of a step is their sum.
+        schedule: 1f1b, interleaved if the layout says so, or zero_bubble.
+        forward_context: Context of forward passes, such as autocast.
         compile_blocks: Whether each block is compiled.
     """
     layout, mesh = groups.layout, groups.pipeline
@@ -59,7 +59,7 @@ def make_pipeline(
 def own_stages(
     model: TransformerLM, groups: MeshGroups, context_length: int
 ) -> dict[int, TransformerStage]:
-    """Returns this rank's stages by number, which take over the modules of the model."""
+    """Returns this rank's stages by number; they reuse the modules of the model."""
     layout = groups.layout
     blocks = divide_into_stages(
         model.shape, context_length, layout.pipeline, layout.pipeline_interleave
@@ -69,7 +69,7 @@ def own_stages(
 
 
 def _end_weight(stages: Iterable[TransformerStage]) -> nn.Parameter | None:
-    """Returns the weight of the embedding or of the head; None where no stage has one."""
+    """Returns the weight of the embedding or of the head; None if no stage has either."""
     for stage in stages:
         for layer in (stage.embedding, stage.head):
             if layer is not None:

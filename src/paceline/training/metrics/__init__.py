@@ -1,1 +1,1 @@
-"""What a run measures of itself, and who is told."""
+"""Metrics of a run, and the observers that receive them."""

@@ -1,6 +1,7 @@
-"""Who is told what happens in a run: the file of metrics, a log or a panel, trackers.
+"""Observers of a run: metrics file, log or panel, and trackers.
 
-An observer that fails must not end a run of days: it is named once, and not told any more.
+An observer that fails must not end a run that takes days: the failure is reported once, and the
+observer receives no more rows.
 """
 
 import sys
@@ -23,33 +24,33 @@ from paceline.training.metrics.rows import (
 
 
 class Observer(Protocol):
-    """Is told of every row."""
+    """Receives the rows of a run."""
 
     def note(self, row: MetricsRow) -> None:
-        """Takes a row."""
+        """Receives a row."""
 
     def close(self) -> None:
-        """Takes leave: there will be no more rows, however the run has ended."""
+        """Finishes: there will be no more rows, regardless of how the run ended."""
 
 
 class FileObserver:
-    """Appends every row to the run's metrics.
+    """Appends every row to the run's metrics file.
 
     Args:
-        metrics: The file.
+        metrics: The metrics file.
     """
 
     def __init__(self, metrics: MetricsFile) -> None:
         self._metrics = metrics
 
     def note(self, row: MetricsRow) -> None:
-        """Writes a row; a start forgets what came after the state that it goes on from."""
+        """Writes a row; a start event first drops the rows after the state that it resumes from."""
         if isinstance(row, EventRow) and row.name == STARTED:
             self._go_back(row.step)
         self._metrics.append(row)
 
     def _go_back(self, step: int) -> None:
-        """Forgets later rows, but not what has gone wrong there: its message knows the step."""
+        """Drops later rows except incidents, whose messages contain their own step."""
         later = [
             msgspec.structs.replace(row, step=step)
             for row in (self._metrics.read() if self._metrics.path.exists() else ())
@@ -60,7 +61,7 @@ class FileObserver:
             self._metrics.append(incident)
 
     def close(self) -> None:
-        """Has nothing left to write."""
+        """Does nothing: every row is already written."""
 
 
 class LogObserver:
@@ -68,8 +69,8 @@ class LogObserver:
 
     Args:
         every_steps: Steps between lines.
-        expected: What is known of the run beforehand.
-        write: Takes a line; stderr by default.
+        expected: Predictions and limits of the run.
+        write: Writes a line; to stderr by default.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class LogObserver:
         self._recent: list[StepRow] = []
 
     def note(self, row: MetricsRow) -> None:
-        """Prints what a row says, where it is due."""
+        """Prints a row if it is due."""
         if isinstance(row, EventRow):
             self._write(f"paceline: {row.name} {row.message}\n")
         elif isinstance(row, EvaluationRow):
@@ -101,7 +102,7 @@ class LogObserver:
                 self._recent.clear()
 
     def _line(self) -> str:
-        """Returns the mean of the steps since the last line: a single loss is mostly noise."""
+        """Returns a line with means since the last line: a single loss is mostly noise."""
         last, number = self._recent[-1], len(self._recent)
         loss = sum(row.loss for row in self._recent) / number
         step_time_s = sum(row.step_time_s for row in self._recent) / number
@@ -116,15 +117,15 @@ class LogObserver:
         )
 
     def close(self) -> None:
-        """Has nothing left to print."""
+        """Does nothing: every line is already printed."""
 
 
 class Observers:
     """Several observers, none of which can end the run.
 
     Args:
-        observers: Those to tell, in order.
-        warn: Takes a line about one that has failed; stderr by default.
+        observers: Observers to notify, in order.
+        warn: Writes a warning about a failed observer; to stderr by default.
     """
 
     def __init__(
@@ -134,11 +135,11 @@ class Observers:
         self._warn = warn or _say
 
     def note(self, row: MetricsRow) -> None:
-        """Tells everyone who still listens."""
+        """Passes a row to all observers that have not failed."""
         self._tell(f"at step {row.step}", lambda observer: observer.note(row))
 
     def close(self) -> None:
-        """Lets everyone finish."""
+        """Closes all observers that have not failed."""
         self._tell("at the end", lambda observer: observer.close())
         self._observers.clear()
 
@@ -156,5 +157,5 @@ class Observers:
 
 
 def _say(line: str) -> None:
-    """Writes to what is stderr at that moment: a panel puts something else in its place."""
+    """Writes to the current sys.stderr, which a panel may have replaced."""
     sys.stderr.write(line)

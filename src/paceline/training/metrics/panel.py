@@ -1,4 +1,4 @@
-"""A run in a terminal: one panel that is drawn anew while it trains, and stays when it ends."""
+"""Terminal panel of a run, redrawn while it trains and left in place when it ends."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,9 @@ from paceline.training.metrics.progress import Progress
 from paceline.training.metrics.rows import MetricsRow, StepRow
 
 _SHARE = 0.01
-"""Of the time that drawing may take: the first rank trains, too, and others wait for it."""
+"""Maximum fraction of time for drawing: rank 0 also trains, and other ranks wait for it."""
 _LONGEST_PAUSE_S = 2.0
-"""The first drawing is the slowest, and must not be the only one for long."""
+"""Maximum pause between drawings: the first drawing is the slowest, and its pause the longest."""
 _WIDEST = 100
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_POINTS = 24
@@ -28,23 +28,23 @@ _SAMPLE_CHARACTERS = 120
 
 
 class PanelObserver:
-    """Draws where a run stands.
+    """Draws the progress of a run.
 
     Args:
-        name: Of the run.
-        expected: What is known of the run beforehand.
-        console: A terminal.
+        name: Name of the run.
+        expected: Predictions and limits of the run.
+        console: Console of a terminal.
     """
 
     def __init__(self, name: str, expected: Expectation, console: Console) -> None:
         self._progress = Progress(expected)
         self._name = name
         self._next_s = 0.0
-        # Drawn only when told something: a thread of its own would take time from training.
+        # Drawn only when a row arrives: a refresh thread would take time from training.
         self._live = Live(console=console, auto_refresh=False)
 
     def note(self, row: MetricsRow) -> None:
-        """Takes a row, and draws unless that would take too much of the time."""
+        """Processes a row, and redraws unless that would take too much time."""
         self._progress.note(row)
         if not self._live.is_started:
             self._live.start()
@@ -52,7 +52,7 @@ class PanelObserver:
             self._draw()
 
     def close(self) -> None:
-        """Draws the end, below which the terminal goes on."""
+        """Draws the final state, below which the terminal continues."""
         if self._live.is_started:
             self._draw()
             self._live.stop()
@@ -65,11 +65,11 @@ class PanelObserver:
 
 
 class RunPanel:
-    """How the state of a run is laid out.
+    """Renders the progress of a run.
 
     Args:
-        name: Of the run.
-        progress: Its state.
+        name: Name of the run.
+        progress: Progress of the run.
     """
 
     def __init__(self, name: str, progress: Progress) -> None:
@@ -79,7 +79,7 @@ class RunPanel:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Writes one line per quantity, and the last events below."""
+        """Renders one line per quantity, and the last events below."""
         progress, expected = self._progress, self._progress.expected
         lines = Table.grid(padding=(0, 2))
         lines.add_column(style="bold", no_wrap=True)
@@ -100,11 +100,11 @@ class RunPanel:
 
 
 def run_lines(progress: Progress, *, has_blocks: bool = True) -> list[tuple[str, str]]:
-    """Returns what is known of a run as labels and texts; what is not known has no line.
+    """Returns labels and texts of the known quantities of a run.
 
     Args:
-        progress: The run.
-        has_blocks: Whether the terminal can draw the course of the loss.
+        progress: Progress of the run.
+        has_blocks: Whether the terminal can draw a sparkline of the loss.
     """
     made = {
         "loss": _loss(progress, has_blocks),
@@ -213,9 +213,9 @@ def _with_interval(estimate: Estimate, write: Callable[[float], str]) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draws values as blocks, the highest fifth of them alike.
+    """Draws values as blocks; the highest fifth of them get the top block.
 
-    Losses fall fast at first: were the first one the top, all others would be at the bottom.
+    Losses fall fast at first: if the first one were the top, all others would be at the bottom.
     """
     if not values:
         return ""

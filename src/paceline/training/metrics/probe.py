@@ -1,4 +1,4 @@
-"""What costs something to know of a step, looked at every few steps."""
+"""Samples step metrics that are expensive to measure, every few steps."""
 
 import dataclasses
 
@@ -11,20 +11,20 @@ from paceline.parallel.strategies import record_statistics, synchronization_stat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look:
-    """What was seen of a step; None where nobody looked, or nothing can be seen."""
+    """Sampled metrics of a step; None if not sampled or not available."""
 
     exposed_communication_s: float | None = None
     memory_bytes: int | None = None
 
 
 class StepProbe:
-    """Looks at one step in so many.
+    """Samples every n-th step.
 
     Args:
-        model: As its strategy has wrapped it.
-        device: Where it computes.
-        every_steps: Steps between looks.
-        enabled: Whether this rank looks at all.
+        model: The model, wrapped by its strategy.
+        device: Device to compute on.
+        every_steps: Steps between samples.
+        enabled: Whether this rank samples at all.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class StepProbe:
         self._is_enabled = enabled
 
     def prepare(self, step: int) -> None:
-        """Has the moments of a step's communication kept if it is one to look at."""
+        """Enables communication statistics for the steps to be sampled, and only for these."""
         if self._is_enabled:
             record_statistics(self._model, self._is_due(step))
 
     def look(self, step: int) -> Look:
-        """Returns what is to be seen of a step that has just ended, if it is one to look at."""
+        """Returns the metrics of the step that just ended, if it is to be sampled."""
         if not self._is_enabled or not self._is_due(step):
             return Look()
         stats = synchronization_stats(self._model)
@@ -55,7 +55,7 @@ class StepProbe:
 
 
 def memory_in_use_bytes(device: torch.device) -> int:
-    """Returns the peak of a GPU's tensors since the start, or what this process has resident."""
+    """Returns the peak of a GPU's tensors since the start, or this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resident_bytes()

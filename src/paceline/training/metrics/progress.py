@@ -1,4 +1,4 @@
-"""Where a run stands: what its rows say at any moment, in a bounded amount of memory."""
+"""Progress of a run, computed from its rows in bounded memory."""
 
 import collections
 import itertools
@@ -13,16 +13,16 @@ from paceline.training.metrics.rows import STARTED, EvaluationRow, EventRow, Met
 _RECENT_STEPS = 100
 _SMOOTHED_STEPS = 20
 _FEWEST_STEPS = 8
-"""Of which a spread or a trend is believed."""
+"""Minimum number of steps for a reliable spread or trend."""
 _STANDARD_ERRORS = 2.0
 _EVENTS = 4
 
 
 class Progress:
-    """Follows a run.
+    """Tracks the progress of a run.
 
     Args:
-        expected: What is known of the run beforehand.
+        expected: Predictions and limits of the run.
     """
 
     def __init__(self, expected: Expectation) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self._is_first = True
 
     def note(self, row: MetricsRow) -> None:
-        """Takes a row."""
+        """Processes a row."""
         self.step = row.step
         if isinstance(row, EventRow):
             self.events.append(row)
@@ -52,14 +52,14 @@ class Progress:
         self.losses.append(row.loss)
         if row.memory_bytes is not None:
             self.memory_bytes = row.memory_bytes
-        # The first step of an attempt warms up: its time says nothing of the others'.
+        # The first step of an attempt warms up, so its time is not representative.
         if not self._is_first:
             self._recent.append(row)
         self._is_first = False
 
     @property
     def loss(self) -> float | None:
-        """Mean of the last steps: a single loss is mostly noise."""
+        """Mean loss of the last steps: a single loss is mostly noise."""
         losses = [row.loss for row in self._recent][-_SMOOTHED_STEPS:]
         if losses:
             return statistics.fmean(losses)
@@ -67,7 +67,7 @@ class Progress:
 
     @property
     def trend(self) -> tuple[float, int] | None:
-        """By which part the loss changes in so many steps; 0 where that is within its noise."""
+        """Relative change of the loss, 0 if within noise, and the number of steps it took."""
         half = len(self._recent) // 2
         if half < _FEWEST_STEPS:
             return None
@@ -81,7 +81,7 @@ class Progress:
 
     @property
     def step_time(self) -> Estimate | None:
-        """Median of the last steps, between the tenth and the ninetieth percentile."""
+        """Median of the last step times, with the interval from the 10th to the 90th percentile."""
         times = [row.step_time_s for row in self._recent]
         if not times:
             return None
@@ -92,21 +92,21 @@ class Progress:
 
     @property
     def data_wait_s(self) -> float | None:
-        """Median of the last steps."""
+        """Median data wait of the last steps."""
         return statistics.median(row.data_wait_s for row in self._recent) if self._recent else None
 
     @property
     def exposed_communication_s(self) -> float | None:
-        """Median of those of the last steps that were looked at."""
+        """Median exposed communication of the last steps that were sampled."""
         waits = [row.exposed_communication_s for row in self._recent]
         known = [wait_s for wait_s in waits if wait_s is not None]
         return statistics.median(known) if known else None
 
     @property
     def left(self) -> Estimate | None:
-        """Seconds to the last step, with an interval of 95% if steps go on as the last ones did.
+        """Seconds to the last step, with a 95% interval if future steps behave like the last ones.
 
-        The mean of the last steps is itself uncertain, and every step to come adds its own
+        The mean of the last steps is itself uncertain, and every future step adds its own
         deviation.
         """
         times = [row.step_time_s for row in self._recent]
@@ -122,10 +122,10 @@ class Progress:
 
 
 class History:
-    """A run's losses in at most so many means of equally many steps.
+    """Losses of a run, in a bounded number of means over equally many steps.
 
     Args:
-        most: At which number neighbours are joined, so that half of it is left.
+        most: Number of means at which neighbors are merged in pairs.
     """
 
     def __init__(self, most: int = 128) -> None:
@@ -146,11 +146,11 @@ class History:
             self._per_mean *= 2
 
     def points(self, number: int) -> list[float]:
-        """Returns the course of the losses in at most so many points."""
+        """Returns the course of the losses in at most `number` points."""
         return _joined(self._means, min(number, len(self._means)))
 
 
 def _joined(values: Sequence[float], number: int) -> list[float]:
-    """Returns the means of a number of neighbouring groups, as equal in size as can be."""
+    """Returns the means of `number` groups of neighbors, as equal in size as possible."""
     borders = [index * len(values) // number for index in range(number + 1)] if number else [0]
     return [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(borders)]

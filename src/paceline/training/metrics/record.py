@@ -1,4 +1,4 @@
-"""A finished run as a record, so that runs are laid beside each other like any measurement."""
+"""Writes a record of a finished run, so that runs can be compared like any measurement."""
 
 import pathlib
 
@@ -23,12 +23,12 @@ from paceline.training.run_files import METRICS, RECORD
 
 
 class RecordObserver:
-    """Appends the record of a run when it has finished.
+    """Appends the record of a run when it finishes.
 
     Args:
         config: The run.
-        session: The first rank.
-        expected: What is known of the run beforehand.
+        session: Distributed session of rank 0.
+        expected: Predictions and limits of the run.
     """
 
     def __init__(self, config: RunConfig, session: Session, expected: Expectation) -> None:
@@ -37,7 +37,7 @@ class RecordObserver:
         self._expected = expected
 
     def note(self, row: MetricsRow) -> None:
-        """Reads the rows of all attempts when the last step is done."""
+        """Writes the record from the rows of all attempts when the last step is done."""
         if not isinstance(row, EventRow) or row.name != FINISHED:
             return
         directory = pathlib.Path(self._config.out)
@@ -53,11 +53,11 @@ class RecordObserver:
         )
 
     def close(self) -> None:
-        """Has nothing left to write."""
+        """Does nothing: the record is already written."""
 
 
 def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
-    """Returns everything that changes what is expected of a run's speed and loss."""
+    """Returns every setting that affects the expected speed and loss of a run."""
     location = describe_hardware(session.device)
     strategy = config.parallel.strategy_on(session.world_size)
     layout = layout_of(config, session.world_size)
@@ -84,7 +84,7 @@ def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
 
 
 def _model_case(config: RunConfig, device: str) -> dict[str, CaseValue]:
-    """Returns what is known of the model; of a foreign one that is only its name."""
+    """Returns the case fields of the model; the dimensions of a Hugging Face model are None."""
     batch = BatchShape(
         num_sequences=config.training.micro_batch_size, context_length=config.data.context_length
     )

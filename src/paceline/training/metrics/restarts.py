@@ -1,4 +1,4 @@
-"""What restarts have cost, told when the first step after them is done."""
+"""Reports the cost of restarts, after the first step that follows them."""
 
 import time
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from paceline.training.metrics.rows import RESTARTED, STARTED, EventRow, Metrics
 
 
 class RestartTeller:
-    """Passes rows on, with an event per restart before the first step that follows.
+    """Forwards rows, and adds an event per restart before the first step that follows.
 
     Args:
-        observer: Who is told.
-        restarts: Those that were not told of yet; the last of them led here.
-        joined_s: When this rank had joined its group.
+        observer: Receives the rows.
+        restarts: Restarts not reported yet; the last one led to this attempt.
+        joined_s: When this rank joined its process group.
     """
 
     def __init__(self, observer: Observer, restarts: Sequence[Restart], joined_s: float) -> None:
@@ -24,7 +24,7 @@ class RestartTeller:
         self._step = 0
 
     def note(self, row: MetricsRow) -> None:
-        """Takes a row."""
+        """Forwards a row."""
         if isinstance(row, EventRow) and row.name == STARTED:
             self._loaded_s = time.monotonic()
             self._step = row.step
@@ -35,7 +35,7 @@ class RestartTeller:
         self._observer.note(row)
 
     def close(self) -> None:
-        """Has nothing left to tell: a restart without a step is told of after the next one."""
+        """Does nothing: a restart that no step followed is reported by a later attempt."""
 
     def _event(self, restart: Restart, *, is_last: bool) -> EventRow:
         failure = restart.failure

@@ -1,4 +1,4 @@
-"""What a run measures of itself: a row per step, in a file that only grows."""
+"""Metrics rows of a run: one per step, evaluation and event, and the file that holds them."""
 
 import os
 
@@ -10,90 +10,91 @@ from paceline.records.row_file import RowFile
 class StepRow(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"
 ):
-    """One training step, as all ranks agree on it."""
+    """Metrics of one training step."""
 
     step: int
-    """Steps that are done, this one included."""
+    """Number of completed steps, including this one."""
     tokens: int
-    """Tokens that the run has trained on."""
+    """Tokens that the run has trained on so far."""
     loss: float
     gradient_norm: float
     learning_rate: float
     step_time_s: float
-    """Of the first rank: from one step's end to the next."""
+    """Time on the first rank, from the end of the previous step to the end of this one."""
     data_wait_s: float
-    """Of that, waiting for the batch."""
+    """Part of the step time spent waiting for the batch."""
     first_sample: int
-    """Position in the stream of samples at which the batch begins."""
+    """Position of the batch's first sample in the stream of samples."""
     data_digest: str
-    """Digest of the batch's samples, so that what was trained on can be checked afterwards."""
+    """Digest of the batch's samples, for audits of what was trained on."""
     exposed_communication_s: float | None = None
-    """Of that, waiting for other ranks' gradients; looked at every few steps."""
+    """Part of the step time spent waiting for other ranks' gradients; sampled every few steps."""
     memory_bytes: int | None = None
-    """Of the first rank: resident, or the peak of a GPU's tensors; looked at every few steps."""
+    """Resident memory of the first rank, or the peak of its GPU's tensors; sampled every few
+    steps."""
 
 
 class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
-    """The model on held-out text."""
+    """Evaluation of the model on held-out text."""
 
     step: int
     loss: float
     bits_per_byte: float
     sample: str | None = None
-    """How the model continues the prompt."""
+    """The model's continuation of the prompt."""
     time_s: float | None = None
-    """How long training stood still for it."""
+    """How long training paused for it."""
 
 
 class EventRow(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="event", tag_field="kind"
 ):
-    """Something that happened once: started, saved, stopped."""
+    """A single event, such as started, saved or stopped."""
 
     step: int
     name: str
     message: str
     time_s: float | None = None
-    """How long training stood still for it."""
+    """How long training paused for it."""
     details: dict[str, float | int | str] | None = None
-    """What is known of it besides, by name."""
+    """Additional values by name."""
 
 
 STARTED = "started"
-"""The event with which every attempt of a run begins, and every return to a checkpoint."""
+"""Event at the start of every attempt of a run, and after every rollback."""
 RESTARTED = "restarted"
-"""The event of ranks that were started again after a failure."""
+"""Event of ranks that were restarted after a failure."""
 SAVED = "saved"
-"""The event of a checkpoint."""
+"""Event of a saved checkpoint."""
 CHECKPOINT = "checkpoint"
-"""The event of a state that came from memory or disk, or could not be kept."""
+"""Event of a state that was restored from memory or disk, or could not be kept in memory."""
 REPLICAS = "replicas"
-"""The event of replicas that come or go."""
+"""Event of replicas that join or leave, or of a step that they repeat."""
 FINISHED = "finished"
-"""The event after the last step."""
+"""Event after the last step."""
 CORRUPTED = "corrupted"
-"""The event of weights or optimizer state that have changed by themselves."""
+"""Event of silently corrupted weights or optimizer state."""
 SKIPPED = "skipped"
-"""The event of samples that the run leaves out, because of the loss that they led to."""
+"""Event of samples that the run skips because of the loss that they led to."""
 FIRST_SAMPLE, NUM_SAMPLES = "first_sample", "num_samples"
-"""What such an event has in its details: where the samples begin, and how many there are."""
+"""Keys in the details of a SKIPPED event: position of the first sample, number of samples."""
 SPIKE = "spike"
-"""The event of a loss far above the last ones, with which the step was taken all the same."""
+"""Event of a loss spike whose update was applied."""
 STRAGGLER = "straggler"
-"""The event of a rank that holds up the others."""
+"""Event of a rank that slows down the others."""
 LOST = "lost"
-"""The event of a rank that the others have waited for in vain."""
+"""Event of a rank that does not respond, or is behind when a step hangs."""
 INCIDENTS = (CORRUPTED, LOST)
-"""Events that a run remembers when it goes back to a step before them."""
+"""Events that are kept when a run goes back to an earlier step."""
 
 MetricsRow = StepRow | EvaluationRow | EventRow
 
 
 class MetricsFile(RowFile[MetricsRow]):
-    """The rows of a run; the first rank writes.
+    """Metrics file of a run.
 
     Args:
-        path: The file.
+        path: Path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

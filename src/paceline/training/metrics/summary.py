@@ -1,4 +1,4 @@
-"""What all rows of a run say together: its metrics, and where its time went."""
+"""Summarizes the rows of a run: its metrics, and a breakdown of its time."""
 
 import dataclasses
 import math
@@ -19,39 +19,39 @@ from paceline.training.metrics.rows import (
 )
 
 _LAST_STEPS = 20
-"""Whose mean is the loss at the end."""
+"""Number of steps whose mean loss is the final loss."""
 _MOST_SAMPLES = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Where the time of a run went, in seconds; what was lost to a kill is not in it."""
+    """Breakdown of a run's time in seconds, without time lost to kills."""
 
     compute_s: float
-    """Forward, backward, optimizer, and communication that these hid."""
+    """Forward, backward and optimizer, including the communication that they hide."""
     exposed_communication_s: float
-    """Extrapolated from the steps that were looked at."""
+    """Extrapolated from the sampled steps."""
     data_wait_s: float
     evaluation_s: float
     checkpoint_s: float
-    """Training stood still while a checkpoint was begun."""
+    """How long training paused to start checkpoints."""
 
     @property
     def total_s(self) -> float:
-        """Everything."""
+        """Sum of all phases."""
         return math.fsum(dataclasses.astuple(self))
 
 
 def steps_of(rows: Iterable[MetricsRow]) -> list[StepRow]:
-    """Returns the rows of steps."""
+    """Returns the step rows."""
     return [row for row in rows if isinstance(row, StepRow)]
 
 
 def steady_steps(rows: Iterable[MetricsRow]) -> list[StepRow]:
-    """Returns the steps whose time is that of a step.
+    """Returns the steps with a representative step time.
 
-    Left out are the first one of an attempt, which warms up, and what comes after an evaluation or
-    a checkpoint, whose time counts from before it.
+    Excludes the first step of an attempt, which warms up, and the step after an evaluation or an
+    event such as a checkpoint, whose time includes that.
     """
     steady, is_disturbed = [], True
     for row in rows:
@@ -105,14 +105,14 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
 
 
 def phase_times(rows: Sequence[MetricsRow]) -> PhaseTimes:
-    """Returns where the time of all steps, evaluations and checkpoints went."""
+    """Returns the time breakdown of all steps, evaluations and checkpoints."""
     steps = steps_of(rows)
     step_s = sum(row.step_time_s for row in steps)
     data_wait_s = sum(row.data_wait_s for row in steps)
     exposed = _exposed_s(steps)
     exposed_s = statistics.fmean(exposed) * len(steps) if exposed else 0.0
-    # A step's time begins where the one before it ended: it holds what came between them. Nothing
-    # holds what came after the last step of an attempt.
+    # A step's time starts at the end of the previous step, so it includes what happened between
+    # them. No step includes what happened after the last step of an attempt.
     evaluation_s = checkpoint_s = between_s = pending_s = 0.0
     for row in rows:
         if isinstance(row, StepRow):
@@ -135,13 +135,13 @@ def phase_times(rows: Sequence[MetricsRow]) -> PhaseTimes:
 
 
 def _exposed_s(steps: Iterable[StepRow]) -> list[float]:
-    """Returns the exposed communication of the steps that were looked at."""
+    """Returns the exposed communication of the sampled steps."""
     waits = (row.exposed_communication_s for row in steps)
     return [wait_s for wait_s in waits if wait_s is not None]
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
-    """Returns at most so many of the values, evenly spread over them."""
+    """Returns at most `most` of the values, evenly spaced."""
     if len(values) <= most:
         return list(values)
     return [values[index * len(values) // most] for index in range(most)]

@@ -1,4 +1,4 @@
-"""Who follows a run on its first rank, and what they know of it beforehand."""
+"""Creates the observers of a run on its first rank, and the expectation that they receive."""
 
 import pathlib
 
@@ -21,7 +21,7 @@ from paceline.training.run_files import METRICS
 
 
 def make_observers(config: RunConfig, session: Session, expected: Expectation) -> list[Observer]:
-    """Makes the file of metrics, the record, a panel or a log, and the trackers."""
+    """Creates the observers: metrics file, record, panel or log, and trackers."""
     directory = pathlib.Path(config.out)
     return [
         FileObserver(MetricsFile(directory / METRICS)),
@@ -37,19 +37,19 @@ def expect(
     calibration: pathlib.Path | None,
     final_loss: Estimate | None = None,
 ) -> Expectation:
-    """Returns what is known of a run on these ranks before its first step.
+    """Returns the predictions and limits of a run on these ranks before its first step.
 
     Args:
         config: The run.
-        session: The first rank.
-        calibration: Records of ``paceline calibrate``, to predict the time of a step from.
-        final_loss: Loss at the end, where it was predicted.
+        session: Distributed session of rank 0.
+        calibration: Records of ``paceline calibrate``, to predict the step time from.
+        final_loss: Predicted final loss, if any.
     """
     precision = precision_preset(config.training.precision)
     peak = peak_flops(describe_hardware(session.device), precision)
     limit = memory_limit_bytes(session.device)
     if limit is not None and session.device.type == "cpu":
-        limit //= session.placement.local_world_size  # Which share one memory.
+        limit //= session.placement.local_world_size  # Local ranks share one memory.
     known = Expectation(
         num_steps=config.training.steps,
         tokens_per_step=config.tokens_per_step,
@@ -57,7 +57,7 @@ def expect(
         memory_limit_bytes=limit,
         final_loss=final_loss,
     )
-    if config.model.hugging_face is not None:  # What others need is not known.
+    if config.model.hugging_face is not None:  # Nothing is predicted for other models.
         return known
     predicted = forecast(config, session.world_size, calibration)
     return msgspec.structs.replace(
@@ -69,7 +69,7 @@ def expect(
 
 
 def _panel_or_log(config: RunConfig, expected: Expectation) -> Observer:
-    """Returns a panel where stderr is a terminal, and lines elsewhere."""
+    """Returns a panel if stderr is a terminal, otherwise a log."""
     console = Console(stderr=True)
     if console.is_terminal and not console.is_dumb_terminal:
         return PanelObserver(pathlib.Path(config.out).name, expected, console)

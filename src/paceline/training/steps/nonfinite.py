@@ -1,8 +1,8 @@
-"""Where numbers stopped being finite: looked for after a step that no rank has taken.
+"""Finds where values stopped being finite, after a step that no rank has applied.
 
-The step is computed again, as its parameters are still what they were, with a look at every
-module's output and at the gradient that comes back to it. All ranks take part, because strategies
-that shard parameters communicate in every pass.
+The step is recomputed with its unchanged parameters, while hooks check the output of every module
+and the gradient of that output. All ranks take part, because strategies that shard parameters
+communicate in every pass.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from paceline.parallel.buckets import local_tensor
 
 _MOST_RANKS = 4
-"""Ranks that a message names one by one."""
+"""Maximum number of ranks that a message names."""
 
 
 def explain_nonfinite(module: nn.Module, compute: Callable[[], object], what: str) -> str:
-    """Computes a step again and returns which ranks and modules it first went wrong on.
+    """Recomputes a step; returns the ranks and modules where it first became non-finite.
 
     Args:
-        module: The model itself.
-        compute: Does the forward and backward passes of this rank.
-        what: What this rank computes them of.
+        module: The unwrapped model.
+        compute: Runs the forward and backward passes of this rank.
+        what: Describes the samples of this rank.
     """
     with _watched(module) as found:
         compute()
@@ -40,7 +40,7 @@ def explain_nonfinite(module: nn.Module, compute: Callable[[], object], what: st
 
 @contextlib.contextmanager
 def _watched(module: nn.Module) -> Iterator[list[str]]:
-    """Yields a list that grows by each output and gradient that is not finite, the first first."""
+    """Yields a list that collects non-finite outputs and gradients, in order of occurrence."""
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:

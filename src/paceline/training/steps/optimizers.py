@@ -1,4 +1,4 @@
-"""The optimizers of a run: which parameters decay, and which of them Muon trains."""
+"""Optimizers of a run: which parameters are decayed, and which ones Muon trains."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from paceline.parallel.strategies import make_optimizer
 from paceline.training.config import OptimizerConfig
 
 PEAK = "peak_learning_rate"
-"""The key of a group's own peak, which the schedule scales."""
+"""Key of a parameter group's peak learning rate, which the schedule scales."""
 
 
 def make_optimizers(
     config: OptimizerConfig, strategy: StrategyName, model: nn.Module
 ) -> dict[str, Optimizer]:
-    """Makes AdamW for all parameters, or Muon for the matrices of blocks and AdamW for the rest.
+    """Creates AdamW for all parameters, or Muon for the matrices of blocks and AdamW for the rest.
 
-    They come by the names that checkpoints know them by.
+    The keys are the names of the optimizers in checkpoints.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.name == "adamw":
@@ -43,7 +43,7 @@ def make_optimizers(
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> None:
-    """Scales every group's peak."""
+    """Sets the learning rate of every parameter group to its peak times a factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group[PEAK] * factor
@@ -55,7 +55,7 @@ def _adamw(
     model: nn.Module,
     named: Sequence[tuple[str, Tensor]],
 ) -> Optimizer:
-    # Matrices decay; norms and biases have a scale of their own to keep.
+    # Only matrices are decayed: norms and biases must keep their scale.
     groups: list[dict[str, Any]] = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},

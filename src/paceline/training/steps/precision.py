@@ -1,4 +1,4 @@
-"""What lowers the precision of a forward pass."""
+"""Autocast context of a forward pass."""
 
 import contextlib
 from typing import Literal
@@ -9,11 +9,11 @@ import torch
 def autocast(
     precision: Literal["float32", "bfloat16"], device: torch.device
 ) -> contextlib.AbstractContextManager[object]:
-    """Returns what a forward pass is computed in.
+    """Returns the context manager for a forward pass.
 
     Args:
-        precision: As the config names it.
-        device: Where it is computed.
+        precision: dtype to compute in, as named in the config.
+        device: Device to compute on.
     """
     if precision == "float32":
         return contextlib.nullcontext()

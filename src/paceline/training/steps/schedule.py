@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a factor of its peak: a pure function of the step's number."""
+"""Learning-rate schedule: a pure function from step number to a factor of the peak."""
 
 import math
 
@@ -6,15 +6,15 @@ from paceline.training.config import ScheduleConfig
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Returns the factor of a step, the first of which is 0.
+    """Returns the learning-rate factor of a step.
 
-    Warm-up rises linearly and reaches the peak with its last step. The last step of the run has
-    the schedule's final fraction.
+    Warm-up rises linearly and reaches the peak at its last step. A decay ends at the last step of
+    the run, with the schedule's final fraction.
 
     Args:
-        schedule: Which curve.
-        step: The step, from 0.
-        num_steps: Steps of the whole run.
+        schedule: Config of the schedule.
+        step: Step number, from 0.
+        num_steps: Total number of steps of the run.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

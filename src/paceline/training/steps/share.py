@@ -1,4 +1,4 @@
-"""What a rank has of a batch, and what it adds to what all ranks add up."""
+"""A rank's share of each batch, and its weight in sums over ranks."""
 
 import dataclasses
 from typing import Self
@@ -11,24 +11,24 @@ from paceline.parallel.mesh.groups import MeshGroups
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchShare:
-    """One rank's part of every batch."""
+    """One rank's share of every batch."""
 
     data_rank: int
-    """Which sequences it reads, of `data_ranks` parts; ranks of one part read the same."""
+    """Index of the part it reads, of `data_ranks` parts; several ranks may read the same part."""
     data_ranks: int
     gradient_ranks: int
-    """Ranks over which gradients are averaged: those with other tokens."""
+    """Number of ranks over which gradients are averaged: those with different tokens."""
     loss_weight: float
-    """What its loss counts in the sum over all ranks: several ranks may know the same one."""
+    """Weight of its loss in the sum over ranks: several ranks may compute the same loss."""
     counts_data: bool
     """Whether this rank adds its sequences to the step's digest: one rank per data-parallel rank
     does."""
     context: ContextShare | None = None
-    """Its tokens of each sequence; None where it has all."""
+    """This rank's tokens of each sequence; None if it has all."""
 
     @classmethod
     def of_data_parallel(cls, rank: int, world_size: int) -> Self:
-        """Returns the part of a rank whose data alone is its own."""
+        """Returns the share of a rank in a purely data-parallel run."""
         return cls(
             data_rank=rank,
             data_ranks=world_size,
@@ -39,7 +39,7 @@ class BatchShare:
 
     @classmethod
     def of_mesh(cls, groups: MeshGroups) -> Self:
-        """Returns the part of a rank under a layout."""
+        """Returns the share of a rank on a mesh."""
         at = groups.at
         return cls(
             data_rank=groups.data_rank,
@@ -51,5 +51,5 @@ class BatchShare:
         )
 
     def take(self, tokens: Tensor) -> Tensor:
-        """Returns this rank's tokens of whole sequences."""
+        """Returns this rank's part of the tokens of whole sequences."""
         return tokens if self.context is None else self.context.take(tokens)

@@ -2,11 +2,11 @@
 
 Phases on every rank:
 
-1. Its sequences of the global batch go through the model in micro-batches. Each loss is scaled so
-   that the ranks' average is the mean over all tokens of the batch, whoever has how many sequences.
-2. The last micro-batch has the gradients averaged; those before it only add to them.
-3. One message adds up what ranks have to agree on: the loss, whether to stop, and what the run's
-   guard has noted. From the same numbers all ranks decide alike whether to take the step.
+1. The rank's sequences go through the model in micro-batches. Each loss is scaled so that the
+   average over ranks is the mean over all tokens of the batch, even if some ranks have more.
+2. Gradients are averaged in the last micro-batch; earlier micro-batches only accumulate them.
+3. One all-reduce sums everything that ranks must agree on: the loss, whether to stop, and the notes
+   of the run's guard. From these sums, all ranks decide identically whether to apply the update.
 4. The optimizers step, on all ranks or on none.
 """
 
@@ -35,58 +35,58 @@ from paceline.training.steps.share import BatchShare
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What all ranks know of a step."""
+    """Result of a step, identical on all ranks."""
 
     loss: float
     """Mean over all tokens of the global batch, before the update."""
     gradient_norm: float
-    """Of the averaged gradients, before clipping."""
+    """Norm of the averaged gradients, before clipping."""
     stop: bool
     """Whether any rank was asked to stop."""
     digest: int
-    """Of the sequences of all ranks."""
+    """Digest of the sequences of all ranks."""
     notes: tuple[float, ...] = ()
-    """What the ranks' guards have noted, added up."""
+    """Notes of the ranks' guards, summed over ranks."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is a number to update by."""
+        """Whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class Guard(Protocol):
-    """Decides whether a step is taken, on all ranks alike."""
+    """Decides whether a step's update is applied, identically on all ranks."""
 
     def notes(self) -> Sequence[float]:
-        """Returns what this rank adds to the message, equally many numbers on all ranks."""
+        """Returns this rank's numbers for the all-reduce, equally many on all ranks."""
 
     def accepts(self, result: StepResult) -> bool:
-        """Whether to update parameters, as all ranks decide from the same result."""
+        """Returns whether to apply the update; all ranks decide from the same result."""
 
 
 class FiniteGuard:
-    """Takes every step that can be taken."""
+    """Accepts every step with a finite loss and finite gradients."""
 
     def notes(self) -> Sequence[float]:
-        """Adds nothing."""
+        """Returns no notes."""
         return ()
 
     def accepts(self, result: StepResult) -> bool:
-        """Whether the numbers are finite."""
+        """Returns whether loss and gradient norm are finite."""
         return result.is_finite
 
 
 class TrainingStep:
-    """Runs steps of one model on this rank.
+    """Runs training steps of one model on this rank.
 
     Args:
-        config: Micro-batches, precision, clipping.
-        model: Wrapped by a strategy.
-        optimizers: Of its parameters.
-        device: Where it computes.
-        guard: Decides which steps are taken; by default all that are finite.
-        share: This rank's part of a batch; by default that of a data-parallel rank.
-        laid_out: The mesh that the model is on, if it is on one.
+        config: Micro-batch size, precision and clipping.
+        model: The model, wrapped by a strategy.
+        optimizers: Optimizers of its parameters.
+        device: Device to compute on.
+        guard: Decides which updates are applied; by default all finite ones.
+        share: This rank's share of a batch; by default that of a data-parallel rank.
+        laid_out: The mesh that the model is on, if any.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainingStep:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._share = share or BatchShare.of_data_parallel(rank, world_size)
         self._laid_out = laid_out
-        # torch's DDP learns its static graph in its first pass, which has to be averaged.
+        # torch's DDP records its static graph in the first pass, which must average gradients.
         self._has_learned = not isinstance(model, DistributedDataParallel)
 
     def run(
@@ -117,22 +117,22 @@ class TrainingStep:
         """Trains on this rank's sequences of a global batch.
 
         Args:
-            tokens: What the model reads.
-            targets: The token that follows each.
-            stop: Whether this rank was asked to stop; all ranks learn of it with the loss.
-            digest: Of this rank's sequences.
+            tokens: Input tokens.
+            targets: Next token of each position.
+            stop: Whether this rank was asked to stop; the result tells all ranks.
+            digest: Digest of this rank's sequences.
         """
         loss = self.forward_and_backward(tokens, targets)
         read = digest if self._share.counts_data else 0
         noted = [float(stop), *split_digest(read), *self._guard.notes()]
         beat(Phase.ALL_REDUCE)
-        # torch takes an infinite norm for "measure, do not clip".
+        # With an infinite maximum norm, torch measures the norm without clipping.
         norm = self._clip(self._config.clip_norm or math.inf)
         host = torch.tensor(noted, dtype=torch.float64)
         counted = loss.double() * self._share.loss_weight
         sums = torch.cat([counted.view(1), host.to(loss.device)])
         dist.all_reduce(sums)
-        # The only look at the device in a step.
+        # The only device-to-host synchronization of a step.
         total, num_stops, *rest, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
         result = StepResult(
             loss=total,
@@ -152,12 +152,12 @@ class TrainingStep:
     def forward_and_backward(
         self, tokens: Tensor, targets: Tensor, passes: int | None = None
     ) -> Tensor:
-        """Leaves averaged gradients; returns this rank's part of the batch's mean loss.
+        """Computes averaged gradients; returns this rank's part of the batch's mean loss.
 
         Args:
-            tokens: What the model reads.
-            targets: The token that follows each.
-            passes: In how many; as many as the rank with most sequences needs unless given.
+            tokens: Input tokens.
+            targets: Next token of each position.
+            passes: Number of passes; by default, as many as the rank with the most sequences needs.
         """
         share = self._share
         batch_tokens = self._config.batch_size * tokens.shape[1]
@@ -173,7 +173,7 @@ class TrainingStep:
             return scaled / share.gradient_ranks
 
     def _in_passes(self, tokens: Tensor, targets: Tensor, passes: int, batch_tokens: int) -> Tensor:
-        """Computes one micro-batch after the other."""
+        """Runs the micro-batches one after the other."""
         total = torch.zeros((), device=self._device)
         if passes > 1 and not self._has_learned:
             self._learn_graph(tokens[:1])
@@ -186,7 +186,7 @@ class TrainingStep:
                 with self.autocast():
                     logits = self._model(inputs)
                 loss = summed_loss(logits, expected)
-                # The average over ranks divides by their number.
+                # Cancels the division by the number of ranks in the gradient average.
                 scaled = loss * (self._share.gradient_ranks * counts / batch_tokens)
                 beat(Phase.BACKWARD)
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ class TrainingStep:
         return self._laid_out.clip_grad_norm(self._model, max_norm)
 
     def _learn_graph(self, tokens: Tensor) -> None:
-        """Makes a pass that leaves no trace: a run that goes on rounds as if it never stopped."""
+        """Runs a pass without side effects, so that a resumed run rounds as if uninterrupted."""
         with torch.random.fork_rng(), self.autocast():
             nothing: Tensor = self._model(tokens).sum() * 0
         nothing.backward()  # type: ignore[no-untyped-call]
@@ -208,5 +208,5 @@ class TrainingStep:
         self._has_learned = True
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Returns what lowers the precision of a forward pass."""
+        """Returns the autocast context of a forward pass."""
         return autocast(self._config.precision, self._device)

@@ -1,1 +1,1 @@
-"""What is looked at while a run trains: equal states, hangs, stragglers, losses."""
+"""Checks during training: equal states, hangs, stragglers, losses."""

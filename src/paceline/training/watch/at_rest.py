@@ -1,6 +1,6 @@
-"""Whether a rank's weights and optimizer state are still what its last update has made them.
+"""Checks that a rank's weights and optimizer state are unchanged since its last update.
 
-Nothing may change them between two updates: a bit that has flipped names its own rank, also where
+Nothing may change them between two updates. A flipped bit therefore identifies its rank, even if
 no other rank has a copy.
 """
 
@@ -14,11 +14,11 @@ from paceline.training.watch.held import held_tensors
 
 
 class AtRest:
-    """Keeps the hashes of what this rank holds from one update to the next.
+    """Keeps hashes of this rank's state from one update to the next.
 
     Args:
-        trainee: What it trains.
-        device: Where it computes.
+        trainee: The model and its optimizers.
+        device: Device to compute on.
     """
 
     def __init__(self, trainee: Trainee, device: torch.device) -> None:
@@ -28,12 +28,12 @@ class AtRest:
         self._damaged: str | None = None
 
     def keep(self) -> None:
-        """Notes what this rank holds after an update, or after its state was loaded."""
+        """Hashes this rank's state after an update or a load."""
         self._damaged = None
         self._hashes = digests([each.values for each in held_tensors(self._trainee)], self._device)
 
     def is_damaged(self) -> bool:
-        """Whether anything has changed since."""
+        """Returns whether the state has changed since `keep`."""
         if self._hashes is None:
             return False
         held = held_tensors(self._trainee)
@@ -44,7 +44,7 @@ class AtRest:
         return bool(differing)
 
     def explain(self) -> str:
-        """Returns which ranks are damaged, and where; all ranks call it, and get the same."""
+        """Returns the corrupted ranks and tensors, the same on all ranks; all must call it."""
         own = f"rank {dist.get_rank()}: {self._damaged} has changed since the last update"
         reports: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, own if self._damaged else None)

@@ -1,4 +1,4 @@
-"""What of a run is watched. Torch-free, because the command line parses with it."""
+"""Config of the checks during a run. Torch-free, because the command line imports it."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ class WatchConfig:
     """Detection of corruption, bad losses, stragglers and hangs, and the response to them."""
 
     hash_every_steps: int = 10
-    """Steps between comparisons of replicated weights and optimizer state across ranks; 0 for
-    none. They are also compared before each checkpoint."""
+    """Steps between comparisons of replicated weights and optimizer state across ranks, which are
+    also compared before each checkpoint; 0 for no comparison at all."""
     hash_at_rest: bool = False
     """In every step, also check that the state of each rank is unchanged since its last update.
     This finds flipped bits in shards, and names the corrupted rank even if there are only two."""

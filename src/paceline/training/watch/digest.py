@@ -1,9 +1,9 @@
-"""A hash of the bits that a tensor has in memory, as fast as memory is read.
+"""Hashes the bits of a tensor in memory, at memory bandwidth.
 
-Words of 64 bits are added up row by row, and the rows' sums with odd multipliers, all modulo 2^64.
-A flipped bit changes one word by a power of two; an odd multiple of that is not zero, so that any
-single flip, and any number of them in one word, changes the hash. Against somebody who wants two
-tensors to have the same hash it is no protection: it looks for accidents.
+64-bit words are summed by row, and the row sums are summed with odd multipliers, all modulo 2^64.
+A flipped bit changes one word by a power of two, and an odd multiple of that is not zero. Any
+single flip, and any number of flips in one word, therefore changes the hash. The hash detects
+accidents; it does not resist deliberate collisions.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 _WORD_BYTES = 8
 _ROW_WORDS = 4096
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number without structure, as int64: 2^64 divided by the golden ratio."""
+"""Odd number without structure, as int64: 2^64 divided by the golden ratio."""
 
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Returns the hash of a tensor's bits as one int64 on its device; the host does not wait."""
+    """Returns the hash of a tensor's bits as one int64 on its device, without synchronizing."""
     flat = tensor.detach().contiguous().reshape(-1)
     words, rest = _words(flat)
     num_rows = len(words) // _ROW_WORDS
@@ -37,14 +37,14 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def combined(hashes: Tensor) -> Tensor:
-    """Returns one hash of several."""
+    """Combines several hashes into one."""
     return _weighted(hashes)
 
 
 def _words(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a flat tensor as words, and the bytes before and behind them.
+    """Returns a flat tensor as 64-bit words, and the bytes before and after them.
 
-    Words may begin only where a multiple of their size does: views into a flat buffer need not.
+    Words must be aligned to their size, but views into a flat buffer may not be.
     """
     content = flat.view(torch.uint8)
     before = -content.storage_offset() % _WORD_BYTES

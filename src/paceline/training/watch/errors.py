@@ -1,29 +1,29 @@
-"""How a watched run ends when it cannot go on."""
+"""Errors that end a watched run."""
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import LOST_PEER
 
 
 class AgreedError(PacelineError):
-    """An error that all ranks raise alike, so that one of them is enough to say it."""
+    """An error that all ranks raise identically, so that one rank can report it."""
 
     is_final = False
-    """Whether the run would end in the same way if it were started again."""
+    """Whether a restarted run would end in the same way."""
 
 
 class DivergedError(AgreedError):
-    """Losses or gradients that no rank has updated its parameters with."""
+    """Raised for a bad loss or gradients, which no rank has applied."""
 
     is_final = True
 
 
 class CorruptionError(AgreedError):
-    """Weights or optimizer state that are no longer what they were computed to be."""
+    """Raised when weights or optimizer state are silently corrupted."""
 
     exit_code = 71
 
 
 class LostRankError(PacelineError):
-    """A rank that the others have waited for in vain; the first of them says so."""
+    """Raised by the first responding rank when another rank does not respond or is behind."""
 
     exit_code = LOST_PEER

@@ -1,7 +1,7 @@
-"""What a rank holds from step to step: weights and optimizer state, by name.
+"""State that a rank keeps from step to step, by name: weights and optimizer state.
 
-What all ranks hold alike is compared between them. What only one of them holds, such as a shard,
-can only be compared with what it was before.
+Replicated tensors are compared across ranks. A tensor that only one rank has, such as a shard, can
+only be compared with its own earlier value.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from paceline.training.build import Trainee
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """A tensor of this rank."""
+    """A weight or optimizer-state tensor of this rank."""
 
     name: str
     values: Tensor
@@ -27,7 +27,7 @@ class HeldTensor:
 
 
 def held_tensors(trainee: Trainee) -> list[HeldTensor]:
-    """Returns weights, then optimizer state; weights that are still on their way are waited for."""
+    """Returns weights, then optimizer state; waits for weights that are in flight."""
     named = dict(trainee.model.named_parameters())
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
     has_whole_weights = trainee.strategy not in SHARDED_PARAMETERS
@@ -51,13 +51,13 @@ def held_tensors(trainee: Trainee) -> list[HeldTensor]:
 
 
 def _state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Returns the state of each parameter, also where it is kept beside a shard of it."""
+    """Returns the state of each parameter, also if it belongs to a shard of it."""
     if not isinstance(optimizer, ShardedOptimizer):
         # torch's ZeroRedundancyOptimizer has an inner optimizer of this name.
         return dict(getattr(optimizer, "optim", optimizer).state)
     state = optimizer.state
     found: dict[Tensor, dict[str, Any]] = {}
     for shard in optimizer.shards():
-        # A shard that ends in the middle of a parameter is the only one of it on this rank.
+        # A rank has at most one shard of a split parameter, so nothing is overwritten.
         found[shard.parameter] = state.get(shard.tensor, {})
     return found

@@ -1,4 +1,4 @@
-"""Whether a loss is a spike: far above the last ones, as those vary."""
+"""Detects loss spikes: losses far above recent ones, relative to their spread."""
 
 import collections
 import math
@@ -6,18 +6,18 @@ import statistics
 
 _STEPS = 100
 _FEWEST_STEPS = 20
-"""Of which a spread is believed."""
+"""Minimum number of losses for a reliable spread."""
 _NORMAL = 1.4826
-"""Standard deviations of a normal distribution in a median absolute deviation."""
+"""Ratio of standard deviation to median absolute deviation in a normal distribution."""
 _LEAST_SPREAD = 0.01
-"""Of the median: losses that hardly vary make no spike of a ripple."""
+"""Minimum spread as a fraction of the median, so that ripples of a flat loss are not spikes."""
 
 
 class RecentLosses:
-    """The losses of the last steps that were taken.
+    """Losses of the most recent applied steps.
 
     Args:
-        threshold: How many standard deviations above their median a spike begins.
+        threshold: Standard deviations above the median at which a spike begins.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -25,12 +25,12 @@ class RecentLosses:
         self._losses: collections.deque[float] = collections.deque(maxlen=_STEPS)
 
     def add(self, loss: float) -> None:
-        """Takes the loss of a step that was taken."""
+        """Adds the loss of an applied step."""
         self._losses.append(loss)
 
     @property
     def limit(self) -> float:
-        """The loss above which there is a spike; infinite while too little is known."""
+        """Loss above which a step is a spike; infinite until enough losses are known."""
         if len(self._losses) < _FEWEST_STEPS:
             return math.inf
         median = statistics.median(self._losses)

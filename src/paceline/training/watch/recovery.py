@@ -1,8 +1,8 @@
-"""What is done about a step that was not taken, or a state that is damaged.
+"""Response to a rejected step or a corrupted state.
 
-Stop; leave the batch out; or go back to the newest checkpoint. After corruption the same samples
-are trained on again, and nothing has happened. After a loss that is a spike or not finite, those
-between the checkpoint and the failure are left out, because they may be its cause.
+The run stops, skips the batch, or rolls back to the newest checkpoint. After corruption it trains
+on the same samples again, as if nothing had happened. After a spike or a non-finite loss it skips
+the samples between the checkpoint and the failure, because they may be the cause.
 """
 
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
@@ -27,15 +27,15 @@ _CONSUMED = "consumed_samples"
 
 
 class Recovery:
-    """Takes a run back to where it can go on, or ends it; all ranks call it alike.
+    """Rolls a run back to a usable state, or ends it; all ranks make the same calls.
 
     Args:
         config: The run.
-        states: Saves and restores all that it consists of.
-        trainee: What is trained.
-        loader: Its data.
-        observer: Is told what happens.
-        watch: What has found the failure.
+        states: Saves and restores the state of the run.
+        trainee: The model and its optimizers.
+        loader: Loader of the training data.
+        observer: Receives the metrics rows.
+        watch: The watch that detected the failure.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class Recovery:
         self._saves_every = config.checkpoint.every_steps
         self._in_a_row = 0
         self._num_taken = -1
-        """Steps that were taken before the last batch that was skipped."""
+        """Number of applied steps before the last skipped batch."""
         self._restored: int | None = None
-        """The step to which the run has last gone back to leave samples out."""
+        """Step of the last rollback that skipped samples."""
 
     def after_refusal(
         self, step: int, result: StepResult, batch: TorchBatch, runner: TrainingStep
     ) -> int:
-        """Returns the step to go on from after one that no rank has taken, or raises.
+        """Returns the step to continue from after a rejected step, or raises.
 
         Args:
-            step: Steps that are done.
-            result: Of the step after them.
-            batch: What it was computed from.
-            runner: Has computed it.
+            step: Number of completed steps.
+            result: Result of the rejected step.
+            batch: Batch of the rejected step.
+            runner: Runner that computed it.
         """
         if self._watch.refusal == "corrupted":
             return self.after_damage(step, self._watch.explain_corruption())
@@ -83,6 +83,7 @@ class Recovery:
             what += f", above the spike limit {self._watch.spike_limit:g}"
         else:
             what += f", the gradient norm {result.gradient_norm:g}"
+        why = "no batch may be skipped"
         if answer == "skip" and self._may_skip():
             self._note_skipped(step, batch.first_sample, self._batch_size, what)
             return step
@@ -90,8 +91,10 @@ class Recovery:
             restored = self._leave_out_window(what)
             if restored is not None:
                 return restored
+            why = "there is no checkpoint to roll back to"
+        elif self._in_a_row:
+            why = f"{self._in_a_row} in a row"
         kept = self._states.keep_diverged(step, self._trainee, self._loader)
-        why = f"{self._in_a_row} in a row" if self._in_a_row else "no batch may be skipped"
         if not is_spike:
             why = _explain(runner, self._trainee, batch)
         raise DivergedError(
@@ -101,11 +104,11 @@ class Recovery:
         )
 
     def after_damage(self, step: int, found: str) -> int:
-        """Returns the step to go on from after something has changed by itself, or raises.
+        """Returns the step to continue from after corruption, or raises.
 
         Args:
-            step: Steps that are done.
-            found: Which rank is damaged, and where.
+            step: Number of completed steps.
+            found: The corrupted ranks and tensors.
         """
         what = f"found at step {step}: {found}"
         if self._config.on_corruption == "rollback":
@@ -120,7 +123,7 @@ class Recovery:
         )
 
     def _leave_out_window(self, what: str) -> int | None:
-        """Goes back, and on after the batch that has failed; None without a checkpoint."""
+        """Rolls back and skips past the failed batch; returns None if there is no checkpoint."""
         after = self._loader.state_dict()
         restored = self._roll_back(f"after {what}")
         if restored is None:
@@ -141,13 +144,13 @@ class Recovery:
         return restored
 
     def _may_skip(self) -> bool:
-        """Counts batches that were skipped without a step that was taken between them."""
+        """Counts skips without an applied step in between; returns whether one more is allowed."""
         is_next = self._num_taken == self._watch.num_taken
         self._num_taken = self._watch.num_taken
         return self._count(is_next=is_next)
 
     def _may_go_back(self, step: int) -> bool:
-        """Counts returns to a checkpoint without a newer one between them."""
+        """Counts rollbacks to the same checkpoint; returns whether another one is allowed."""
         is_next = self._restored is not None and step < self._restored + self._saves_every
         return self._count(is_next=is_next)
 
@@ -156,7 +159,10 @@ class Recovery:
         return self._in_a_row <= self._config.most_in_a_row
 
     def _note_skipped(self, step: int, first: int, number: int, what: str) -> None:
-        """Notes it with the step to come: a run that goes on from `step` reads them again."""
+        """Records skipped samples under the next step.
+
+        A run that resumes from `step` drops this event, because it reads the samples again.
+        """
         last = first + number - 1
         self._observer.note(
             EventRow(

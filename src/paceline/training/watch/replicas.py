@@ -1,7 +1,7 @@
-"""Whether all ranks still hold the same weights and optimizer state, to the bit.
+"""Checks that all ranks have bitwise identical weights and optimizer state.
 
-Usually that costs one read of them, and one message of two numbers however many ranks there are.
-Only ranks that differ exchange more, to find out who and where.
+Usually this costs one read of the state and one all-reduce of two numbers, at any world size. Only
+if ranks differ do they exchange more, to find out which rank and which tensor.
 """
 
 import collections
@@ -15,22 +15,22 @@ from paceline.training.watch.digest import combined, digests
 from paceline.training.watch.held import held_tensors
 
 _MOST_RANKS = 4
-"""Ranks that a message names one by one."""
+"""Maximum number of ranks that a message names."""
 
 
 def compare_replicas(trainee: Trainee, device: torch.device) -> str | None:
-    """Returns which rank holds something else than the others, and where; None if all agree.
+    """Returns which ranks differ from the others, and in which tensor; None if all agree.
 
-    All ranks call it, and get the same answer.
+    All ranks must call it, and get the same answer.
 
     Args:
-        trainee: What they train.
-        device: Where this rank computes.
+        trainee: The model and its optimizers.
+        device: Device to compute on.
     """
     held = [each for each in held_tensors(trainee) if each.is_replicated]
     hashes = digests([each.values for each in held], device)
     total = combined(hashes)
-    # All are equal if the largest is the smallest; ~x is -x - 1, which no smallest int64 breaks.
+    # All are equal if maximum and minimum are. ~x is -x - 1, which cannot overflow.
     extremes = torch.stack([total, ~total])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     largest, inverse_of_smallest = extremes.tolist()

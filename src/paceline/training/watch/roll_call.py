@@ -1,8 +1,8 @@
-"""Who is late or gone: ranks that suspect it say where they are, and read what the others say.
+"""Finds late or lost ranks: ranks that suspect one report their position and read the others'.
 
-They meet in the store of the process group, which nobody talks to while a run is well. The store
-may be gone with the first rank, or stopped with it; so it is asked from a thread that nobody has to
-wait for.
+They communicate through the store of the process group, which a healthy run does not access. The
+store may be lost or stopped together with the first rank. A daemon thread therefore accesses it, so
+that no rank has to wait for the store.
 """
 
 import os
@@ -21,14 +21,14 @@ _POLL_S = 0.1
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself."""
+    """Position of a rank, as reported by the rank."""
 
     rank: int
     step: int
-    """Steps that it has done."""
+    """Number of completed steps."""
     phase: str
     waited_s: float
-    """How long it has been in this phase."""
+    """Time spent in this phase so far."""
     collective: LastCollective | None = None
 
     def __str__(self) -> str:
@@ -38,10 +38,10 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RollCall:
-    """Asks all ranks where they are.
+    """Collects the positions of all ranks.
 
     Args:
-        number: Which run of this process it is for; the same on all ranks.
+        number: Number of the run within this process; the same on all ranks.
     """
 
     def __init__(self, number: int) -> None:
@@ -50,11 +50,11 @@ class RollCall:
         self._store: Any = dist.distributed_c10d._get_default_store()
 
     def answers(self, own: Presence, patience_s: float) -> list[Presence | None]:
-        """Says where this rank is, and returns what all ranks say; None for who says nothing.
+        """Publishes this rank's position; returns those of all ranks, None for silent ones.
 
         Args:
-            own: This rank.
-            patience_s: How long others may take to notice that something is wrong, too.
+            own: Position of this rank.
+            patience_s: Time for other ranks to notice the problem and answer.
         """
         found: list[Presence | None] = [None] * dist.get_world_size()
         found[own.rank] = own
@@ -75,15 +75,15 @@ class RollCall:
                         found[rank] = msgspec.json.decode(store.get(key), type=Presence)
                 time.sleep(_POLL_S)
         except (RuntimeError, msgspec.DecodeError):
-            return  # The store is gone: what was heard until then is all there is.
+            return  # The store is gone: use the answers received so far.
 
 
 def blame(answers: Sequence[Presence | None], patience_s: float) -> str:
-    """Returns which ranks the others wait for.
+    """Returns a description of the ranks that the others wait for.
 
     Args:
-        answers: By rank; None for who has said nothing.
-        patience_s: How long they were waited for.
+        answers: Positions by rank; None for silent ranks.
+        patience_s: How long the answers were waited for.
     """
     present = [answer for answer in answers if answer is not None]
     silent = [str(rank) for rank, answer in enumerate(answers) if answer is None]

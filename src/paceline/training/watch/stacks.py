@@ -1,4 +1,4 @@
-"""What a rank that hangs can say of itself: its stacks, and its last collectives."""
+"""Diagnostics of a hanging rank: its stacks, and its last collective."""
 
 import faulthandler
 import json
@@ -16,19 +16,19 @@ class LastCollective(msgspec.Struct, frozen=True, kw_only=True):
     """The newest entry of torch's flight recorder."""
 
     number: int
-    """How many collectives this rank has started in its group, this one included."""
+    """Number of collectives that this rank has started in its group, including this one."""
     text: str
     """Operation and size."""
 
 
 def dump_stacks(directory: pathlib.Path, rank: int) -> pathlib.Path:
-    """Writes the Python stack of every thread, and torch's flight recorder where it has one.
+    """Writes the Python stack of every thread, and torch's flight recorder if available.
 
-    Works while the main thread waits in C, too.
+    Works even while the main thread is blocked in C.
 
     Args:
-        directory: Where the ranks' files go.
-        rank: This one.
+        directory: Directory of the ranks' files.
+        rank: This rank.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank-{rank}.txt"
@@ -40,7 +40,7 @@ def dump_stacks(directory: pathlib.Path, rank: int) -> pathlib.Path:
 
 
 def last_collective() -> LastCollective | None:
-    """Returns the collective that this rank has started last, where torch keeps them."""
+    """Returns the last collective that this rank started; None if torch recorded none."""
     entries = (_flight_recorder() or {}).get("entries", [])
     for entry in reversed(entries):
         if entry.get("is_p2p"):

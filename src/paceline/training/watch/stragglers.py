@@ -1,10 +1,10 @@
-"""Which rank holds up the others: the one whose own work takes longer than theirs.
+"""Finds stragglers: ranks whose own work takes longer than that of the others.
 
-Ranks that wait for a slow one take as long as it does; what tells them apart is the time in which
-they do not wait. Each step, every rank puts a one into the bin of its own time (the median of its
-last steps) in the message that the step sends anyway: a histogram over all ranks, whose size does
-not depend on their number. Only when it shows an outlier for several steps do ranks exchange their
-times, and one is named.
+Ranks that wait for a slow rank have the same step time as it; only the time spent not waiting
+distinguishes them. In every step, each rank adds a one to the bin of its own time (the median of
+its last steps), in the all-reduce that the step makes anyway. The result is a histogram over all
+ranks, whose size does not depend on the world size. Only if it shows an outlier for several steps
+do ranks exchange their times, to name the straggler.
 """
 
 import collections
@@ -19,26 +19,26 @@ from paceline.core.units import format_seconds
 from paceline.parallel.ranks.collectives import all_gather_single
 
 _FACTOR = 1.3
-"""A rank that takes so many times the median is a straggler."""
+"""Multiple of the median time from which a rank is a straggler."""
 _LEAST_EXCESS_S = 0.005
 _STEPS = 7
-"""Steps whose median is a rank's time."""
+"""Number of steps whose median is a rank's time."""
 _LOOKS = 3
-"""Steps in a row in which there must be an outlier."""
+"""Consecutive steps with an outlier before ranks exchange their times."""
 _PAUSE_STEPS = 100
-"""Steps after which the same rank is named again."""
+"""Steps before the same rank is reported again."""
 _STOPPED_S = 1.0
 _SMALLEST_S = 1e-4
 _BIN = 1.15
-"""Ratio of a bin's end to its beginning."""
+"""Ratio of a bin's upper bound to its lower bound."""
 _NUM_BINS = 96
 
 
 class Stragglers:
-    """Follows the ranks' own times; all ranks make one and call it alike.
+    """Tracks the ranks' own times; every rank creates one and makes the same calls.
 
     Args:
-        device: Where this rank computes.
+        device: Device to compute on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,14 +48,14 @@ class Stragglers:
         self._num_looks = 0
         self._was_stopped = False
         self._quiet: dict[int, int] = {}
-        """The step until which a rank is not named again."""
+        """Step until which each rank is not reported again."""
 
     def notes(self, own_s: float, stopped_s: float) -> Sequence[float]:
         """Returns this rank's part of the histogram, and whether it was stopped.
 
         Args:
-            own_s: Its time of this step, without waiting for messages.
-            stopped_s: For how long its process was stopped since the last step.
+            own_s: Its time in this step, without waiting for messages.
+            stopped_s: How long its process was stopped since the last step.
         """
         self._stopped_s = max(stopped_s, own_s - self._median_s() if self._times else 0.0)
         self._times.append(own_s)
@@ -65,18 +65,18 @@ class Stragglers:
         return (*bins, float(self._stopped_s > _STOPPED_S))
 
     def consider(self, sums: Sequence[float]) -> None:
-        """Takes what all ranks have noted."""
+        """Processes the sums of all ranks' notes."""
         *bins, num_stopped = sums
         self._was_stopped = num_stopped > 0
         self._num_looks = self._num_looks + 1 if _has_outlier(bins) else 0
 
     def find(self, step: int) -> list[str]:
-        """Returns what is to be said of ranks, where there is reason to ask them.
+        """Returns messages about slow or stopped ranks, if the last sums show any.
 
-        All ranks call it, and get the same.
+        All ranks must call it, and get the same messages.
 
         Args:
-            step: Steps that are done.
+            step: Number of completed steps.
         """
         if not self._was_stopped and self._num_looks < _LOOKS:
             return []
@@ -126,13 +126,13 @@ def _bin_of(seconds: float) -> int:
 
 
 def _has_outlier(bins: Sequence[float]) -> bool:
-    """Whether the slowest bin may be more than the factor above the one of the median."""
+    """Returns whether the slowest bin may be more than the factor above the median's bin."""
     filled = [number for number, count in enumerate(bins) if count]
     if len(filled) < 2:
         return False
     half, seen = sum(bins) / 2, 0.0
     for number in filled:
         seen += bins[number]
-        if seen >= half:  # The lower one of two ranks.
+        if seen >= half:  # With two ranks, the lower one is the median.
             return _BIN ** (filled[-1] - number + 1) > _FACTOR
     return False

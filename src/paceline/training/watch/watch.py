@@ -1,4 +1,4 @@
-"""Watches the steps of a run on this rank, and decides with the other ranks which are taken."""
+"""Watches the steps of a run, and decides with the other ranks which updates are applied."""
 
 import time
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ Refusal = Literal["corrupted", "nonfinite", "spike"]
 
 
 class Watch:
-    """The guard of a run's steps; all ranks make one and call it alike.
+    """Guards the steps of a run; every rank creates one and makes the same calls.
 
     Args:
         config: The run.
-        session: This rank among the others.
-        trainee: What is trained.
+        session: Distributed session of this rank.
+        trainee: The model and its optimizers.
     """
 
     def __init__(self, config: RunConfig, session: Session, trainee: Trainee) -> None:
@@ -38,26 +38,26 @@ class Watch:
         if config.watch.stragglers and session.world_size > 1:
             self._stragglers = Stragglers(session.device)
         self.dog = Watchdog(config, session)
-        """To be opened around the steps."""
+        """Context manager to open around the steps."""
         self._began_s, self._waited_s = time.perf_counter(), waited_s()
         self.refusal: Refusal | None = None
-        """Why no rank has taken the last step."""
+        """Why no rank has applied the last step; None if all have."""
         self.spike_limit: float | None = None
-        """The loss above which the last step's is a spike, if it is one."""
+        """Spike limit that the last step's loss exceeds; None if it does not."""
         self.num_taken = 0
-        """Steps that were taken."""
+        """Number of applied steps."""
 
     def begin_step(self) -> None:
-        """Notes that this rank's own time of a step begins."""
+        """Starts to time this rank's own work in a step."""
         self._began_s, self._waited_s = time.perf_counter(), waited_s()
 
     def hold(self) -> None:
-        """Notes what this rank holds, after an update or after its state was loaded."""
+        """Hashes this rank's state, after an update or a load."""
         if self._at_rest is not None:
             self._at_rest.keep()
 
     def notes(self) -> Sequence[float]:
-        """Returns what this rank has to say before an update."""
+        """Returns this rank's notes before an update."""
         damaged = float(self._at_rest is not None and self._at_rest.is_damaged())
         if self._stragglers is None:
             return (damaged,)
@@ -65,7 +65,7 @@ class Watch:
         return (damaged, *self._stragglers.notes(own_s, self.dog.take_stopped_s()))
 
     def accepts(self, result: StepResult) -> bool:
-        """Whether the update is made."""
+        """Returns whether to apply the update."""
         num_damaged, *straggling = result.notes
         if self._stragglers is not None:
             self._stragglers.consider(straggling)
@@ -84,11 +84,11 @@ class Watch:
         return self.refusal is None
 
     def findings(self, step: int, result: StepResult) -> list[tuple[str, str]]:
-        """Returns what is to be said of a step that was taken, as events; all ranks call it.
+        """Returns events about an applied step; all ranks must call it.
 
         Args:
-            step: Steps that are done.
-            result: Of the last one.
+            step: Number of completed steps.
+            result: Result of the last step.
         """
         found = [] if self._stragglers is None else self._stragglers.find(step)
         events = [(STRAGGLER, message) for message in found]
@@ -99,12 +99,12 @@ class Watch:
         return events
 
     def find_damage(self, step: int, *, at_once: bool) -> str | None:
-        """Returns which rank differs from the others, where a step is one to look at.
+        """Returns which ranks differ from the others, if the step is due for a check.
 
         Args:
-            step: The step that all ranks have taken.
-            at_once: Whether to look in any case: before a checkpoint, which must not hold anything
-                damaged, and after a step that nobody could take.
+            step: Number of completed steps.
+            at_once: Whether to check between intervals: before a checkpoint, which must not contain
+                corrupted state, and after a rejected step.
         """
         every = self._config.hash_every_steps
         if not every or self._session.world_size == 1 or not (at_once or step % every == 0):
@@ -112,10 +112,10 @@ class Watch:
         found = compare_replicas(self._trainee, self._session.device)
         if found is None or self._at_rest is None:
             return found
-        self._at_rest.is_damaged()  # Whoever has changed by itself is the one to blame.
+        self._at_rest.is_damaged()  # A rank whose state changed at rest is corrupted.
         return self._at_rest.explain() or found
 
     def explain_corruption(self) -> str:
-        """Returns which ranks have changed by themselves; all ranks call it after a refusal."""
+        """Returns which ranks' state changed at rest; all ranks must call it after a refusal."""
         assert self._at_rest is not None
         return self._at_rest.explain()

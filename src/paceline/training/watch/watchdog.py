@@ -1,11 +1,12 @@
-"""Looks at this rank from a thread of its own, and says who is to blame when a step hangs.
+"""Watches this rank from a separate thread, and identifies the rank at fault when a step hangs.
 
-1. A step takes longer than it may, or a collective fails: every rank that notices it writes its
-   stacks, and answers a roll call.
-2. The first rank that answers says who has not, or who is behind: one message, one event.
-3. The ranks leave, with an exit code that says that starting again may help.
+1. A step exceeds its timeout, or a collective fails. Every rank that notices writes its stacks, and
+   answers a roll call.
+2. The lowest rank that answered reports which ranks did not answer or are behind: one message, one
+   event.
+3. The ranks exit, with a code that says that a restart may help.
 
-The thread also sees that its process was stopped, by a gap between two of its own ticks.
+The thread also detects that its process was stopped, by a gap between two of its own ticks.
 """
 
 import itertools
@@ -30,23 +31,23 @@ from paceline.training.watch.stacks import dump_stacks, last_collective
 
 _TICK_S = 0.25
 _PATIENCE_S = 3.0
-"""How long a rank that hangs waits for the others, which hang as long, to answer."""
+"""How long a hanging rank waits for answers from the others, which hang as well."""
 _FAILED_PATIENCE_S = 1.5
-"""The same where a collective has failed, which others notice at once; a restart waits for it."""
+"""The same after a failed collective, which others notice at once; it delays the restart."""
 _FIRST_SPEAKS_S = 0.5
-"""How long others wait before they leave, so that the first one's message is not cut off."""
+"""How long other ranks wait before they exit, so that the report is not cut off."""
 _STOPPED_S = 1.0
-"""A tick that comes so much later than it should has found its process stopped."""
+"""Delay of a tick from which the process counts as stopped."""
 _STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.ALL_REDUCE, Phase.UPDATE)
 _numbers = itertools.count()
 
 
 class Watchdog:
-    """Watches the main thread while it is open; all ranks open one alike.
+    """Watches the main thread while it is open; every rank must open one.
 
     Args:
         config: The run.
-        session: This rank among the others.
+        session: Distributed session of this rank.
     """
 
     def __init__(self, config: RunConfig, session: Session) -> None:
@@ -54,7 +55,7 @@ class Watchdog:
         self._directory = pathlib.Path(config.out)
         self._session = session
         self._resumed_s = 0.0
-        """When this process was last found to have been stopped: before, time did not count."""
+        """When this process last resumed after being stopped; waiting counts from then on."""
         self._call = RollCall(next(_numbers))
         self._over = threading.Event()
         self._stopped_s = 0.0
@@ -76,7 +77,7 @@ class Watchdog:
             raise SystemExit(LostRankError.exit_code) from error
 
     def take_stopped_s(self) -> float:
-        """Returns for how long this process was stopped since it was last asked."""
+        """Returns how long this process was stopped since the last call."""
         stopped_s, self._stopped_s = self._stopped_s, 0.0
         return stopped_s
 
@@ -90,17 +91,17 @@ class Watchdog:
             before = now
             limit_s = self._timeout_s
             heartbeat = own_heartbeat()
-            # The first step compiles and allocates, for as long as it takes.
+            # The first step compiles and allocates, so it has no timeout.
             is_timed = heartbeat.phase in _STEP_PHASES and heartbeat.num_steps > 0
             if limit_s is not None and is_timed and self._waited_s() > limit_s:
                 self._leave(f"no step within {format_seconds(limit_s)}")
 
     def _waited_s(self) -> float:
-        """Returns for how long the main thread has been where it is."""
+        """Returns how long the main thread has been in its current phase."""
         return time.monotonic() - max(own_heartbeat().time_s, self._resumed_s)
 
     def _leave(self, what: str) -> NoReturn:
-        """Ends this process from the watchdog's thread: the main one may never come back."""
+        """Ends this process from the watchdog's thread; the main thread may never return."""
         try:
             message, is_first = self._find_culprit(what, _PATIENCE_S)
             if is_first:
@@ -112,7 +113,7 @@ class Watchdog:
             os._exit(LostRankError.exit_code)
 
     def _find_culprit(self, what: str, patience_s: float) -> tuple[str, bool]:
-        """Returns the message, and whether this is the rank to say it; the event is written."""
+        """Returns the message, and whether this rank reports it; writes the event if so."""
         rank, heartbeat = self._session.rank, own_heartbeat()
         own = Presence(
             rank=rank,
@@ -132,13 +133,13 @@ class Watchdog:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that a collective has failed or timed out."""
+    """Returns whether an error means that a collective failed or timed out."""
     if isinstance(error, CollectiveError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and ("gloo/" in str(error) or "NCCL" in str(error))
 
 
 def _reason(error: BaseException) -> str:
-    """Returns what torch has said, without the file of its source and without its advice."""
+    """Returns torch's message without its source location and advice."""
     text = str(error).partition("\n")[0]
     return text.rpartition("] ")[2].partition(". This may")[0]

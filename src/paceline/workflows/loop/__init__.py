@@ -1,1 +1,1 @@
-"""The closed loop: a budget of FLOPs becomes a trained model, beside what was predicted of it."""
+"""The closed loop: turns a FLOP budget into a trained model, and checks its predictions."""

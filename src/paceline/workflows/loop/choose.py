@@ -1,9 +1,9 @@
-"""From the losses of a sweep to the model that a budget is spent on.
+"""Chooses the model for a budget from the losses of a sweep.
 
-The surface that answers is the most probable one given the runs and what is published: thirty small
-runs leave the irreducible loss open, which decides how far a fit of them alone reaches, and all
-published surfaces together do not. The methods of `paceline scaling fit` stand beside it, and what
-they find wrong with the runs is told.
+The choice uses the most probable surface given the runs and a prior from published surfaces. Thirty
+small runs alone do not determine the irreducible loss, which limits how far a fit extrapolates; the
+prior from all published surfaces constrains it. The methods of `paceline scaling fit` are reported
+for comparison, with the problems that they find in the runs.
 """
 
 import math
@@ -29,9 +29,9 @@ from paceline.workflows.sweep.rules import Rule
 
 _NORMAL_90 = 1.645
 _WIDEST_LOSS = 0.05
-"""Half of the interval of the loss, relative; beyond it a prediction is none."""
+"""Largest relative half-width of the loss interval; a wider prediction is useless."""
 _WIDEST_SIZE = 10.0
-"""Upper over lower end of the interval of N."""
+"""Largest ratio of the upper to the lower end of the interval of N."""
 
 
 def fit_sweep(directory: SweepDirectory) -> ScalingFit:
@@ -45,10 +45,10 @@ def choose_model(
     """Returns the model for the budget.
 
     Args:
-        question: The budget, and the text.
+        question: The budget and the dataset limits.
         found: The fit of the sweep.
-        rule: Learning rate and batch, as the sweep's runs had them.
-        rule_findings: What the check of the rule has found.
+        rule: Learning rate and batch rule of the sweep's runs.
+        rule_findings: Findings of the check of the rule.
     """
     belief = learn_from(found.runs)
     parameters = best_size(belief, question.budget)
@@ -82,20 +82,20 @@ def choose_model(
 
 
 def best_size(belief: Belief, budget: float) -> Estimate:
-    """Returns the best N for a budget, with the 90% interval of what is known of it."""
+    """Returns the best N for a budget, with its 90% interval."""
     size = float(belief.surface.optimal_parameters(budget))
     factor = math.exp(_NORMAL_90 * belief.log_size_deviation(budget))
     return Estimate(value=size, low=size / factor, high=size * factor)
 
 
 def best_loss(belief: Belief, budget: float) -> Estimate:
-    """Returns the loss of a run of that size, with the 90% interval for one run."""
+    """Returns the loss of the best model for a budget, with the 90% interval for one run."""
     size = float(belief.surface.optimal_parameters(budget))
     return belief.loss(size, float(tokens_for(budget, size)))
 
 
 def _require_certain(parameters: Estimate, loss: Estimate, findings: Sequence[Finding]) -> None:
-    """Stops where the fit cannot carry the extrapolation."""
+    """Stops the loop if the fit is too uncertain for the extrapolation."""
     width, sizes = (
         math.log((each.high or each.value) / (each.low or each.value))
         for each in (loss, parameters)

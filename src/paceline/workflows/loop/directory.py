@@ -1,18 +1,18 @@
-"""A loop on disk: what each stage has decided, so that the next command goes on from there.
+"""A loop on disk: the decisions of each stage, so that the same command can resume the loop.
 
     loop.json                the question
-    calibration-sweep.jsonl  what this machine reaches on the models of the sweep
+    calibration-sweep.jsonl  calibration of this machine on the models of the sweep
     sweep/                   the small runs, see `paceline.workflows.sweep.directory`
-    sweep.json               what was predicted of each, beside what was measured
-    model.json               the model that the fit has chosen, and its loss
-    calibration-run.jsonl    what this machine reaches on that model
+    sweep.json               predictions for the sweep's runs, paired with measurements
+    model.json               the model chosen by the fit, and its predicted loss
+    calibration-run.jsonl    calibration of this machine on the chosen model
     pilot-1/, pilot-2/       a few steps of it on one rank and on two
-    layout.json              ranks and strategy, and how long the run should take
-    run/                     the run of that model: what `paceline train` writes
-    outcome.json             every prediction of the run beside what was measured
-    loop.html                all of it as one page
+    layout.json              ranks and strategy, and the predicted duration of the run
+    run/                     the final run: the output of `paceline train`
+    outcome.json             predictions for the final run, paired with measurements
+    loop.html                the report
 
-A stage whose file is there is not done again. Files are there whole or not at all.
+A stage whose file exists is skipped. Files are written atomically.
 """
 
 import dataclasses
@@ -45,21 +45,21 @@ _Decided = TypeVar("_Decided")
 
 
 class LoopQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the loop is to train, and on what."""
+    """The budget of the loop, and the limits of its dataset."""
 
     budget: float
-    """FLOPs of the model that is trained in the end."""
+    """FLOPs of the final run."""
     exploration: float
     """FLOPs of the sweep, as a share of the budget."""
     vocab_size: int
     context_length: int
     most_tokens: float
-    """Tokens that a run may train on at most: the text, times the epochs that are allowed."""
+    """Maximum tokens of a run: the size of the dataset times the allowed epochs."""
     seed: int
 
     @property
     def sweep(self) -> Question:
-        """What the sweep is to tell."""
+        """The question that the sweep answers."""
         return Question(
             target=self.budget,
             largest=self.exploration * self.budget / COST_OF_LARGEST,
@@ -71,87 +71,87 @@ class LoopQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RuleOfThumb(msgspec.Struct, frozen=True, kw_only=True):
-    """What 20 tokens per parameter would have come to, by the same surface."""
+    """The model with 20 tokens per parameter, evaluated on the same surface."""
 
     parameters: float
     loss: float
     wasted: float
-    """Share of the budget that the best model would not have needed for that loss."""
+    """Share of the budget that the best model would save at the same loss."""
 
 
 class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sweep says is to be trained with the budget."""
+    """The model to train with the budget, according to the sweep."""
 
     run: PlannedRun
-    """The model, buildable, with its steps, batch and learning rate."""
+    """The buildable model, with its steps, batch and learning rate."""
     parameters: Estimate
-    """The best N by the fit."""
+    """The best N according to the fit."""
     loss: Estimate
-    """Held-out loss that the run should end with."""
+    """Predicted held-out loss at the end of the run."""
     noise: float
-    """Relative deviation of single runs from the surface."""
+    """Relative standard deviation of single runs from the surface."""
     reason: str
-    """What the methods of `paceline scaling fit` make of the same runs, and how they held."""
+    """Method chosen by `paceline scaling fit` for the same runs, with its held-out error."""
     extrapolation: float
-    """The budget over the largest run of the sweep."""
+    """The budget divided by the FLOPs of the largest run of the sweep."""
     findings: tuple[Finding, ...]
-    """What is doubtful about the fit, and what the check of the learning rate said."""
+    """Findings about the fit and about the check of the learning rate."""
     rule_of_thumb: RuleOfThumb
 
 
 class LoopStoppedError(PacelineError):
-    """A loop that ends before its last stage, because it cannot carry on or should not."""
+    """The loop stopped before its last stage, because it cannot or should not continue."""
 
 
 class PilotRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a few steps of the final run took."""
+    """Measurements of a few steps of the final run."""
 
     step_time_s: float
     memory_bytes: float
-    """Of the process of the rank that holds most."""
+    """Peak memory of the rank's process that uses most."""
 
 
 class LayoutCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to run the model on this machine."""
+    """A number of ranks and a strategy for this machine."""
 
     ranks: int
     strategy: StrategyName
     step_time_s: float
-    """By the formulas, from the calibration."""
+    """Predicted by the formulas from the calibration."""
     memory_bytes: int
-    """Of the tensors of the rank that holds most."""
+    """Tensor memory of the rank that uses most."""
     pilot: PilotRun | None = None
-    """A few steps of it; None of layouts that are slower by the formulas, or failed."""
+    """Pilot run; None if the formulas predict a faster strategy on the same ranks."""
 
 
 class ChosenLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model is trained, and what that should take."""
+    """The chosen layout, with predictions for the run."""
 
     candidates: tuple[LayoutCandidate, ...]
-    """The fastest in its pilot run first, which is the one that is taken."""
+    """Candidates, first by pilot step time, then those without a pilot; the first is used."""
     hardware: str
     threads: int
-    """Of each rank."""
+    """Threads per rank."""
     step_time_s: Estimate
     memory_bytes: Estimate
-    """Of one rank's process."""
+    """Memory of one rank's process."""
     duration_s: Estimate
-    """Of the whole run, its start and evaluations included."""
+    """Duration of the whole run, including start-up and evaluations."""
 
     @property
     def chosen(self) -> LayoutCandidate:
-        """The fastest one."""
+        """The fastest candidate."""
         return self.candidates[0]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The result of a finished loop."""
 
     entries: tuple[HistoryEntry, ...]
-    """Every prediction of the final run, beside what was measured."""
+    """Predictions for the final run, paired with measurements."""
     sweep_flops: float
     sweep_time_s: float
-    """All runs of the sweep, one after the other."""
+    """Total time of all runs of the sweep."""
     run_flops: float
 
 
@@ -162,7 +162,7 @@ class LoopDirectory:
     path: pathlib.Path
 
     def begin(self, question: LoopQuestion) -> None:
-        """Begins a loop, or goes on with the one that is here, which must ask the same."""
+        """Starts a loop, or resumes an existing one, which must have the same question."""
         known = self.once(_QUESTION, LoopQuestion, lambda: question)
         if known != question:
             raise UsageError(
@@ -170,11 +170,11 @@ class LoopDirectory:
             )
 
     def pilot(self, ranks: int) -> pathlib.Path:
-        """Returns the directory of the first steps on so many ranks."""
+        """Returns the directory of the pilot run on `ranks` ranks."""
         return self.path / f"pilot-{ranks}"
 
     def calibration(self, stage: str) -> pathlib.Path:
-        """Returns the records of what this machine reaches, made before a stage."""
+        """Returns the path of the calibration records for a stage."""
         return self.path / f"calibration-{stage}.jsonl"
 
     @property
@@ -184,37 +184,37 @@ class LoopDirectory:
 
     @property
     def run(self) -> pathlib.Path:
-        """The run of the chosen model."""
+        """The directory of the final run."""
         return self.path / _RUN
 
     def question(self) -> LoopQuestion:
-        """Returns what was asked."""
+        """Returns the question of the loop."""
         return self._read(_QUESTION, LoopQuestion)
 
     def model(self) -> ChosenModel | None:
-        """Returns the model, once it is chosen."""
+        """Returns the chosen model; None before it is chosen."""
         return self._read(MODEL, ChosenModel) if self.has(MODEL) else None
 
     def layout(self) -> ChosenLayout | None:
-        """Returns the layout, once it is chosen."""
+        """Returns the chosen layout; None before it is chosen."""
         return self._read(LAYOUT, ChosenLayout) if self.has(LAYOUT) else None
 
     def outcome(self) -> Outcome | None:
-        """Returns what came of it, once the run has ended."""
+        """Returns the outcome; None before the final run has ended."""
         return self._read(OUTCOME, Outcome) if self.has(OUTCOME) else None
 
     def has(self, name: str) -> bool:
-        """Returns whether a stage has left its file."""
+        """Returns whether the file of a stage exists."""
         return (self.path / name).exists()
 
     def once(self, name: str, kind: type[_Decided], make: Callable[[], _Decided]) -> _Decided:
-        """Returns what a stage has decided; decides and writes it down if it has not."""
+        """Returns the stored decision of a stage; computes and stores it if missing."""
         if not self.has(name):
             self.write(name, msgspec.json.format(msgspec.json.encode(make())))
         return self._read(name, kind)
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file that is there whole or not at all."""
+        """Writes a file atomically."""
         LocalStorage(self.path).write(name, content)
 
     def _read(self, name: str, kind: type[_Decided]) -> _Decided:

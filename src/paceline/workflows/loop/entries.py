@@ -1,4 +1,4 @@
-"""What was predicted of the runs of a loop, beside what was measured."""
+"""Predictions for a loop's runs, paired with measurements."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -24,14 +24,14 @@ def sweep_entries(
     history: Sequence[HistoryEntry],
     name: str,
 ) -> list[HistoryEntry]:
-    """Returns every run of a sweep, each predicted from those that were planned before it.
+    """Returns entries for every run of a sweep, each predicted from the runs planned before it.
 
     Args:
         sweep: The sweep.
-        calibration: Records of as many ranks as computed at a time.
-        ranks: Ranks of a run.
-        history: What was known before the sweep.
-        name: The loop, to tell its runs from those of another.
+        calibration: Calibration records for the number of ranks that ran concurrently.
+        ranks: Ranks per run.
+        history: Entries from before the sweep.
+        name: Name of the loop, to distinguish its runs from those of other loops.
     """
     known = calibrations(RecordStore(calibration).read())
     hardware = str(known[0].topology["hardware"])
@@ -63,7 +63,7 @@ def sweep_entries(
         expected["duration_s"] = (
             None,
             None if time_s is None else Estimate(value=time_s),
-            row.time_s,
+            None if row.is_resumed else row.time_s,
         )
         expected["heldout_loss"] = None, run.expected_loss, row.final_loss
         made += _entries(
@@ -76,27 +76,27 @@ def sweep_entries(
 def _formulas(
     config: RunConfig, ranks: int, calibration: pathlib.Path, at_once: int
 ) -> tuple[float | None, float | None]:
-    """Returns the step time and memory by the formulas, as far as they can tell."""
+    """Returns the step time and memory predicted by the formulas, if available."""
     try:
         predicted = forecast(config, ranks, calibration, at_once=at_once)
     except UsageError:
-        # A refined run may be unlike everything that was calibrated before the sweep.
+        # A refined run may be too different from the models calibrated before the sweep.
         predicted = forecast(config, ranks)
     memory = predicted.memory
     return predicted.step_time_s, None if memory is None else float(memory.total)
 
 
 def run_entries(
-    model: ChosenModel, layout: ChosenLayout, record: Record, time_s: float, name: str
+    model: ChosenModel, layout: ChosenLayout, record: Record, time_s: float | None, name: str
 ) -> list[HistoryEntry]:
-    """Returns the final run: what was predicted of it, and what its record says.
+    """Returns entries for the final run: its predictions, paired with its record.
 
     Args:
-        model: The model, with its loss.
-        layout: Where it was trained, with its times and memory.
-        record: Of the run.
-        time_s: How long the whole run took.
-        name: The loop.
+        model: The model, with its predicted loss.
+        layout: The layout, with its predicted times and memory.
+        record: Record of the run.
+        time_s: Duration of the run; None of a resumed run, whose attempts are not added up.
+        name: Name of the loop.
     """
     measured = {metric: value.value for metric, value in record.metrics.items()}
     best = layout.chosen

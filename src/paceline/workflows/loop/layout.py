@@ -1,8 +1,8 @@
-"""How a chosen model is run on this machine, and how long that should take.
+"""Chooses the layout of a model on this machine, and predicts the duration of the run.
 
-Formulas from a calibration order the layouts. They miss what a step of a few milliseconds costs
-beside its kernels, which differs between one process with two threads and two processes, so that
-the best layout of each number of ranks makes its first steps before one is taken.
+Formulas and a calibration rank the layouts. They miss the overhead of steps of a few milliseconds,
+which differs between one process with two threads and two processes. The best layout of each number
+of ranks is therefore tried in a short pilot run before one is chosen.
 """
 
 import collections
@@ -17,6 +17,7 @@ import msgspec
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.strategies import StrategyName
+from paceline.prediction.backtest import covering_error
 from paceline.prediction.calibration_records import calibrations
 from paceline.prediction.step import PREDICTED
 from paceline.records import RecordStore
@@ -33,15 +34,14 @@ from paceline.workflows.sweep.design import PlannedRun
 from paceline.workflows.sweep.directory import RunRow, run_config
 
 _EVALUATIONS = 10
-"""Of the final run, so that its loss can be followed."""
-_PILOT_STEPS = 60
-_LEVEL = 0.9
+"""Evaluations of the final run, so that its loss can be monitored."""
+_PILOT_STEPS = 200
 _LEAST_SPREAD = 0.05
-"""No interval of a step is narrower on either side."""
+"""Minimum half-width of the step time interval, as a log ratio."""
 _MEMORY_SPREAD = 0.03
-"""By how much the peaks of repeated runs differ."""
+"""Relative run-to-run spread of peak memory."""
 _PASSES_OF_A_STEP = 3
-"""Forward, and backward that takes twice as long; an evaluation is forward alone."""
+"""One forward, plus a backward that takes twice as long; an evaluation is one forward."""
 
 
 def final_config(
@@ -61,14 +61,14 @@ def final_config(
 def pilot_config(
     base: RunConfig, run: PlannedRun, directory: pathlib.Path, strategy: StrategyName
 ) -> RunConfig:
-    """Returns the config of the first steps of the final run.
+    """Returns the config of the pilot run: the first steps of the final run.
 
-    An evaluation and a checkpoint in the middle of them take their memory as in the whole run.
+    It includes one evaluation and one checkpoint halfway, so that its peak memory is that of the
+    whole run.
     """
-    steps = min(_PILOT_STEPS, run.steps)
-    short = msgspec.structs.replace(run, steps=steps, warmup_steps=min(steps, run.warmup_steps))
+    short = run.first_steps(_PILOT_STEPS)
     config = run_config(base, short, directory)
-    half = max(1, steps // 2)
+    half = max(1, short.steps // 2)
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, strategy=strategy),
@@ -85,28 +85,31 @@ def choose_layout(
     rows: Sequence[RunRow],
     pilot: Callable[[LayoutCandidate], PilotRun | None],
 ) -> ChosenLayout:
-    """Returns the fastest layout of this machine, with what is predicted of the run.
+    """Returns the fastest layout on this machine, with predictions for the run.
 
     The formulas choose a strategy for each number of ranks, and pilot runs choose among these.
 
     Args:
-        base: What all runs have in common.
+        base: The config shared by all runs.
         run: The model to train.
         ranks: Numbers of ranks to choose from.
-        calibration: Records of each of these numbers, on this model.
-        rows: The runs of the sweep that have ended, which tell how long a start takes and how much
-            repeated runs differ.
-        pilot: Makes a few steps with a layout; None where they fail.
+        calibration: Calibration records of this model for each of these numbers.
+        rows: The finished runs of the sweep, which give the start-up time and the run-to-run
+            spread.
+        pilot: Runs a few steps with a layout; returns None if they fail.
     """
     known = calibrations(RecordStore(calibration).read())
     candidates = _candidates(base, run, ranks, calibration)
     fastest = {each.ranks: each for each in reversed(candidates)}
-    others = [each for each in candidates if fastest[each.ranks] is not each]
-    tried = [
-        (msgspec.structs.replace(each, pilot=measured), measured)
-        for each, measured in ((each, pilot(each)) for each in fastest.values())
-        if measured is not None
-    ]
+    pilots = {each.ranks: pilot(each) for each in fastest.values()}
+    tried: list[tuple[LayoutCandidate, PilotRun]] = []
+    others: list[LayoutCandidate] = []
+    for each in candidates:
+        made = pilots[each.ranks] if fastest[each.ranks] is each else None
+        if made is None:
+            others.append(each)
+        else:
+            tried.append((msgspec.structs.replace(each, pilot=made), made))
     if not tried:
         raise LoopStoppedError(
             f"the pilot runs failed on every number of ranks ({', '.join(map(str, ranks))}); see "
@@ -138,7 +141,7 @@ def choose_layout(
 def _candidates(
     base: RunConfig, run: PlannedRun, ranks: Sequence[int], calibration: pathlib.Path
 ) -> list[LayoutCandidate]:
-    """Returns every strategy on every number of ranks, the fastest by the formulas first."""
+    """Returns every strategy on every number of ranks, in ascending order of predicted time."""
     found = []
     for count in ranks:
         if count > run.batch_size:
@@ -163,37 +166,37 @@ def _candidates(
 
 
 def _repeat_spread(rows: Sequence[RunRow]) -> float:
-    """Returns by how much steps of the same model and batch differ from run to run, as a log.
+    """Returns the run-to-run spread of step times of one model and batch, as a log ratio.
 
-    Nine in ten of the sweep's repeated runs lie within it: those that vary the learning rate.
+    It covers nine in ten of the sweep's runs that share a model and batch but vary the learning
+    rate.
     """
     groups = collections.defaultdict(list)
     for row in rows:
         if row.step_time_s is not None:
             groups[row.num_parameters, row.batch_tokens].append(row.step_time_s)
-    errors = sorted(
+    errors = [
         abs(math.log(time_s / statistics.median(group)))
         for group in groups.values()
         if len(group) > 1
         for time_s in group
-    )
-    rank = min(len(errors) - 1, math.ceil(_LEVEL * len(errors)))
-    return max(errors[rank] if errors else 0.0, _LEAST_SPREAD)
+    ]
+    return max(covering_error(errors) if errors else 0.0, _LEAST_SPREAD)
 
 
 def _named(strategy: StrategyName) -> StrategyName:
-    """Returns what the config names; one rank needs no strategy and ignores the name."""
+    """Returns a strategy name that the config accepts; a single rank ignores it."""
     return "bucketed" if strategy == "none" else strategy
 
 
 def _duration(
     step: Estimate, config: RunConfig, run: PlannedRun, rows: Sequence[RunRow]
 ) -> Estimate:
-    """Returns a start as the sweep's runs had it, all steps, and the evaluations."""
+    """Returns the duration of start-up, as measured in the sweep, plus steps and evaluations."""
     around = [
         row.time_s - row.num_steps * row.step_time_s
         for row in rows
-        if row.outcome == "ok" and row.step_time_s is not None
+        if row.outcome == "ok" and row.step_time_s is not None and not row.is_resumed
     ]
     start_s = max(0.0, statistics.median(around)) if around else 0.0
     evaluated = config.evaluation.sequences / run.batch_size / _PASSES_OF_A_STEP

@@ -1,7 +1,7 @@
-"""What a loop would do, before anything is run: on this machine, or on a cluster.
+"""Plans a loop without running anything, for this machine or a cluster.
 
-Without runs of one's own, N and the loss are those of published scaling laws, with intervals that
-hold all of them; times come from a calibration of this machine, or from the planner's of a cluster.
+Without measured runs, N and the loss come from published scaling laws, with intervals that cover
+all of them. Times come from a calibration of this machine, or from the planner for a cluster.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ from paceline.workflows.sweep.directory import run_config
 from paceline.workflows.sweep.rules import Rule
 
 _START_S = 10.0
-"""Of a run, until its first step; the sweep will tell."""
+"""Assumed time from the start of a run to its first step; the sweep measures the real one."""
 
 
 def expected_final(question: LoopQuestion) -> PlannedRun:
-    """Returns the run that published scaling laws would spend the budget on."""
+    """Returns the run for the budget according to published scaling laws."""
     best = float(learn_from(None).surface.optimal_parameters(question.budget))
     shape = find_shape(question.sweep, best)
     if shape is None:
@@ -59,13 +59,13 @@ def expected_final(question: LoopQuestion) -> PlannedRun:
 def expected_seconds(
     question: LoopQuestion, base: RunConfig, calibration: pathlib.Path, at_once: int
 ) -> dict[str, float]:
-    """Returns about how long the stages take on this machine.
+    """Returns the approximate duration of the stages on this machine.
 
     Args:
-        question: The budget.
-        base: What all runs have in common.
-        calibration: Records of so many ranks.
-        at_once: Runs of the sweep at a time, and ranks of the final one.
+        question: The question of the loop.
+        base: The config shared by all runs.
+        calibration: Calibration records for `at_once` ranks.
+        at_once: Concurrent runs of the sweep, and ranks of the final run.
     """
     runs = first_runs(question.sweep)
     place = pathlib.Path("run")
@@ -84,34 +84,34 @@ def expected_seconds(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """A loop on a cluster, on paper."""
+    """The plan of a loop on a cluster."""
 
     budget: float
     parameters: Estimate
-    """The best N of published laws."""
+    """The best N according to published laws."""
     loss: Estimate
     shape: ModelShape
     num_parameters: int
     tokens: float
     wasted: dict[float, float]
-    """Share of the budget that a model off by a factor throws away."""
+    """Share of the budget wasted by a model off by each factor."""
     sweep: list[PlannedRun]
-    """Its first runs; the others are chosen by their losses."""
+    """The first runs of the sweep; later ones depend on their losses."""
     sweep_flops: float
-    """Of all runs of the fit."""
+    """FLOPs of the whole sweep."""
     found: SearchResult
     run: RunEstimate
     changes: list[Change]
-    """What would help, by searching again."""
+    """Changes that would improve the plan, found by repeated searches."""
 
     @property
     def sweep_days(self) -> float:
-        """The sweep on the same devices, as busy as with the large run."""
+        """Duration of the sweep on the same devices, at the throughput of the large run."""
         return self.sweep_flops / self.budget * self.run.days
 
     @property
     def exploration(self) -> float:
-        """FLOPs of the sweep over the budget."""
+        """FLOPs of the sweep as a share of the budget."""
         return self.sweep_flops / self.budget
 
 
@@ -127,18 +127,18 @@ def plan_on_cluster(
     price: float | None,
     device_interval_h: float,
 ) -> ClusterPlan:
-    """Returns what a loop would do on a cluster.
+    """Returns the plan of a loop on a cluster.
 
     Args:
         budget: FLOPs of the large run.
-        exploration: FLOPs of the sweep, as a share of it.
-        context_length: Tokens of a sequence.
-        ask: Makes the question of the search, from a model and the tokens of a step.
-        costs: What devices and links reach.
-        lower_precision: The same in float8, if devices have it.
-        peak_flops: Stated FLOP/s of a device.
-        price: Of one device-hour.
-        device_interval_h: Mean hours between two failures of one device.
+        exploration: FLOPs of the sweep, as a share of the budget.
+        context_length: Tokens per sequence.
+        ask: Builds the search question from a model and the number of tokens per step.
+        costs: Throughput of devices and links.
+        lower_precision: The same in float8, if devices support it.
+        peak_flops: Nominal peak FLOP/s of a device.
+        price: Price of one device-hour.
+        device_interval_h: Mean hours between failures of one device.
     """
     belief = learn_from(None)
     surface = belief.surface
@@ -181,7 +181,7 @@ def plan_on_cluster(
 
 
 def in_time(plan: ClusterPlan, deadline_s: float | None) -> bool | None:
-    """Returns whether sweep and run end before a deadline; None without one."""
+    """Returns whether sweep and run finish before the deadline; None without a deadline."""
     if deadline_s is None:
         return None
     return (plan.sweep_days + plan.run.days) * DAY_S <= deadline_s

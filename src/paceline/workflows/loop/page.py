@@ -1,4 +1,4 @@
-"""A loop as one page: pictures first, then what each stage decided and why."""
+"""The report of a loop: plots first, then the decisions of each stage and their reasons."""
 
 import dataclasses
 import pathlib
@@ -34,12 +34,12 @@ from paceline.workflows.sweep.table import sweep_table
 
 
 def write_loop_page(directory: LoopDirectory, history: pathlib.Path) -> None:
-    """Writes the page of a loop that has ended, as one HTML file."""
+    """Writes the report of a finished loop as one HTML file."""
     directory.write(PAGE, render_page(loop_page(directory, history)).encode())
 
 
 def loop_page(directory: LoopDirectory, history: pathlib.Path) -> Page:
-    """Lays out what there is to see of a loop that has ended."""
+    """Builds the report of a finished loop."""
     model, layout, outcome = directory.model(), directory.layout(), directory.outcome()
     if model is None or layout is None or outcome is None:
         raise UsageError(f"{directory.path}: the loop has not ended; the same command resumes it")

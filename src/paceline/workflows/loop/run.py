@@ -1,8 +1,8 @@
-"""Calibrate, sweep, fit, choose, lay out, train, compare: each stage once, whatever interrupts it.
+"""Runs the stages calibrate, sweep, fit, choose, lay out, train and compare, each exactly once.
 
-Every stage leaves a file that says what it decided (`paceline.workflows.loop.directory`). The same
-command goes on after the last stage that has left one, and within the sweep and the final run after
-the last checkpoint.
+Every stage writes its decision to a file (`paceline.workflows.loop.directory`). If interrupted, the
+same command resumes after the last completed stage; within the sweep and the final run, it resumes
+from the last checkpoint.
 """
 
 import dataclasses
@@ -15,11 +15,10 @@ from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
 from paceline.data.storage.local import LocalStorage
 from paceline.prediction.history import HistoryEntry, append_history, read_history
-from paceline.records import Record, RecordStore
 from paceline.records.environment import threads_per_rank
 from paceline.reports.tables.columns import with_interval
 from paceline.training.config import RunConfig
-from paceline.training.run_files import RECORD
+from paceline.training.run_files import last_record
 from paceline.training.toml_config import encode_config
 from paceline.workflows.loop.choose import choose_model, fit_sweep
 from paceline.workflows.loop.directory import (
@@ -47,9 +46,9 @@ from paceline.workflows.sweep.run import SweepRunner
 from paceline.workflows.sweep.task import RunTask
 
 Models = Sequence[tuple[ModelShape, BatchShape]]
-"""Models, each with the batch of a rank."""
+"""Models, each with the micro-batch of a rank."""
 Calibrate = Callable[[Models, int, pathlib.Path], None]
-"""Measures so many ranks on models, and appends the records to a file."""
+"""Measures models on a number of ranks, and appends the records to a file."""
 
 _MOST_ATTEMPTS = 3
 _RUN_CONFIG = "run.toml"
@@ -57,17 +56,17 @@ _RUN_CONFIG = "run.toml"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopRunner:
-    """Goes round the loop once.
+    """Runs every stage of the loop once.
 
     Args:
-        directory: Where it is, or will be.
-        sweep: Makes the small runs, in the loop's directory.
-        trainer: Makes the final run.
+        directory: Directory of the loop; it need not exist.
+        sweep: Runs the sweep, in the loop's directory.
+        trainer: Executes the pilot runs and the final run.
         calibrate: Measures this machine.
         ranks: Numbers of ranks that the final run may have.
-        history: The store of all predictions, which corrects these.
-        deadline_s: How long everything may take; None for as long as it takes.
-        tell: Called with the name of a stage and what it decided, line by line.
+        history: The store of all predictions, used to correct new ones.
+        deadline_s: Limit on the total duration; None for no limit.
+        tell: Called with the name of a stage and the lines that describe its decision.
     """
 
     directory: LoopDirectory
@@ -80,7 +79,7 @@ class LoopRunner:
     tell: Callable[[str, Sequence[str]], None]
 
     def run(self, question: LoopQuestion, base: RunConfig) -> Outcome:
-        """Makes every stage that is missing; returns what came of the last."""
+        """Runs every missing stage; returns the outcome of the last."""
         self.directory.begin(question)
         self._calibrate_for_sweep(question, base)
         rule_findings = self.sweep.run(question.sweep, base)
@@ -112,7 +111,7 @@ class LoopRunner:
             )
 
     def _calibrated(self, stage: str, models: Callable[[int], Models]) -> pathlib.Path:
-        """Returns the records of a calibration, which are there whole or not at all."""
+        """Returns the path of a stage's calibration; runs and writes it atomically if missing."""
         path = self.directory.calibration(stage)
         if path.exists():
             return path
@@ -200,13 +199,13 @@ class LoopRunner:
     def _pilot(
         self, base: RunConfig, run: PlannedRun, candidate: LayoutCandidate
     ) -> PilotRun | None:
-        """Makes a few steps with a layout; returns None if they fail."""
+        """Runs a few steps with a layout; returns None if they fail."""
         place = self.directory.pilot(candidate.ranks).resolve()
         config = pilot_config(base, run, place, candidate.strategy)
         ending = self._make(place.name, config, place, candidate.ranks)
         if ending is None or ending.outcome != "ok":
             return None
-        metrics = _last_record(place).metrics
+        metrics = last_record(place).metrics
         return PilotRun(
             step_time_s=metrics["step_time_s"].value, memory_bytes=metrics["memory_bytes"].value
         )
@@ -224,7 +223,7 @@ class LoopRunner:
     def _make(
         self, label: str, config: RunConfig, place: pathlib.Path, ranks: int
     ) -> Ending | None:
-        """Makes a run that has not ended yet; returns how it ended, None if it is always killed."""
+        """Runs or resumes a run until it ends; returns None if every attempt was killed."""
         LocalStorage(place).write(_RUN_CONFIG, encode_config(config).encode())
         task = RunTask(
             label=label,
@@ -244,11 +243,11 @@ class LoopRunner:
         def compare() -> Outcome:
             ending = read_ending(self.directory.run)
             assert ending is not None
-            record = _last_record(self.directory.run)
-            sweep = self.directory.sweep
-            rows = sweep.rows(*CHECKS, FIT)
+            time_s = None if ending.is_resumed else ending.time_s
+            record = last_record(self.directory.run)
+            rows = self.directory.sweep.rows(*CHECKS, FIT)
             return Outcome(
-                entries=tuple(run_entries(model, layout, record, ending.time_s, self._name)),
+                entries=tuple(run_entries(model, layout, record, time_s, self._name)),
                 sweep_flops=sum(row.flops for row in rows),
                 sweep_time_s=sum(row.time_s for row in rows),
                 run_flops=model.run.flops,
@@ -259,12 +258,8 @@ class LoopRunner:
         return outcome
 
 
-def _last_record(place: pathlib.Path) -> Record:
-    return list(RecordStore(place / RECORD).read())[-1]
-
-
 def _rank_batch(base: RunConfig, batch_size: int, ranks: int) -> BatchShape:
-    """Returns what a rank computes at a time."""
+    """Returns the shape of a rank's micro-batch."""
     own = -(-batch_size // ranks)
     return BatchShape(
         num_sequences=min(own, base.training.micro_batch_size),

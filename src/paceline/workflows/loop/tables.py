@@ -1,4 +1,4 @@
-"""A loop as tables: the layouts of this machine, and what a cluster would do."""
+"""Tables of a loop: the layouts on this machine, and the plan for a cluster."""
 
 from paceline.core.units import format_binary_bytes, format_seconds
 from paceline.reports.tables.columns import with_interval
@@ -9,16 +9,15 @@ from paceline.workflows.sweep.design import NUM_LATER
 
 
 def layout_table(layout: ChosenLayout) -> Table:
-    """Makes a row for every way to run the model, the fastest first."""
-    fastest = layout.chosen.step_time_s
+    """Builds a table with a row per layout, the chosen one first."""
     return Table(
-        headers=("ranks", "strategy", "step by the formulas", "slower by", "tensors per rank"),
+        headers=("ranks", "strategy", "step in pilot run", "step by formulas", "tensors per rank"),
         rows=tuple(
             (
                 str(each.ranks),
                 each.strategy,
+                "" if each.pilot is None else format_seconds(each.pilot.step_time_s),
                 format_seconds(each.step_time_s),
-                f"{each.step_time_s / fastest - 1:.0%}",
                 format_binary_bytes(each.memory_bytes),
             )
             for each in layout.candidates
@@ -28,7 +27,7 @@ def layout_table(layout: ChosenLayout) -> Table:
 
 
 def cluster_table(plan: ClusterPlan, in_time: bool | None) -> Table:
-    """Makes a row for every stage: what it decides, and where that comes from."""
+    """Builds a table with a row per stage: its decision, and the basis for it."""
     shape, run, best = plan.shape, plan.run, plan.found.best
     days = f"{run.days:.3g} days ({run.days_without_failures:.3g} without failures)"
     deadline = {None: "", True: "; in time", False: "; after the deadline"}[in_time]

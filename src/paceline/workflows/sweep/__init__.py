@@ -1,1 +1,1 @@
-"""Small runs that tell how large a model to train: designed, run, resumed, handed to a fit."""
+"""Sweeps of small runs that determine how large a model to train: design, execution, resume."""

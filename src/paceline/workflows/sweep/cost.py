@@ -1,4 +1,4 @@
-"""How long runs take: predicted from a calibration, or learnt from the runs that have ended."""
+"""Predicts the duration of runs from those that have ended."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from paceline.workflows.sweep.directory import RunRow
 
 
 def expected_time_s(run: PlannedRun, rows: Sequence[RunRow]) -> float | None:
-    """Returns the seconds of a run, from those that have ended; None before there are two.
+    """Returns the expected duration of a run from uninterrupted runs; None from fewer than two.
 
-    A start, and seconds per FLOP: small models reach fewer FLOPs per second, so runs count by how
-    near they are in size.
+    The model is a start-up time plus seconds per FLOP. Small models reach fewer FLOP/s, so runs are
+    weighted by their similarity in size.
     """
-    ended = [row for row in rows if row.outcome == "ok"]
+    ended = [row for row in rows if row.outcome == "ok" and not row.is_resumed]
     if len(ended) < 2:
         return None
     flops = np.array([row.flops for row in ended])
@@ -22,7 +22,7 @@ def expected_time_s(run: PlannedRun, rows: Sequence[RunRow]) -> float | None:
     distance = np.log([row.num_parameters / run.parameters for row in ended])
     weights = 1 / (1 + distance**2)
     columns = np.stack([np.ones_like(flops), flops / flops.max()])
-    # Relative errors count: a run of seconds is not to be missed by those of minutes.
+    # Minimise relative errors, so that long runs do not dominate short ones.
     scale = np.sqrt(weights) / seconds
     start, slope = np.linalg.lstsq((columns * scale).T, seconds * scale, rcond=None)[0]
     return max(float(start + slope * run.flops / flops.max()), float(seconds.min()))

@@ -1,8 +1,9 @@
-"""Which runs a sweep makes: models that can be built, trained for whole steps.
+"""Chooses the runs of a sweep: buildable models, trained for whole steps.
 
-Several sizes at every level of FLOPs, because the fit that held on published runs (a parabola at
-each level, see docs/scaling-laws.md) needs them there. The lower levels are explored widely about
-what published surfaces say of the best size; the upper ones closely about what the lower ones said.
+Each level of FLOPs has several sizes, because the method that predicted held-out budgets of
+published runs (a parabola at each level, see docs/scaling-laws.md) needs them. The lower levels
+explore a wide range around the best size of published surfaces; the upper levels refine a narrow
+range around the result.
 """
 
 import dataclasses
@@ -25,63 +26,63 @@ from paceline.scaling.surface import compute_for
 from paceline.workflows.sweep.rules import VARIED_BATCHES, VARIED_RATES, Rule
 
 _NUM_LEVELS = 5
-"""Levels of FLOPs, each half of the one above it."""
+"""Number of levels of FLOPs, each half of the one above it."""
 _NUM_EXPLORED = 3
-"""Levels whose sizes are chosen before any loss is known."""
+"""Number of levels whose sizes are chosen before any loss is known."""
 _EXPLORING = (3.0, 5)
-"""How far sizes reach from the best one, as a factor, and their number at a level."""
+"""Factor between the extreme sizes and the best one, and the number of sizes per level."""
 _REFINING = (2.0, 5)
 RATE, BATCH, FIT, FINAL = "rate", "batch", "fit", "final"
-"""What a run is for: checking learning rates, checking batches, the fit, or the chosen model."""
+"""Purpose of a run: checking learning rates, checking batches, the fit, or the chosen model."""
 CHECKS = (RATE, BATCH)
 _LARGER = 2.0
-"""Times the expected best size, for the larger model whose learning rate is checked."""
+"""Size of the larger model whose learning rate is checked, relative to the expected best."""
 _TRIES = 4
 _NEAR = math.log(1.5)
-"""A model whose size is off by more is another one."""
+"""Largest acceptable deviation of a buildable size from the wanted one, as a log ratio."""
 COST_OF_FIT: float = sum(
     (_EXPLORING if level < _NUM_EXPLORED else _REFINING)[1] / 2 ** (_NUM_LEVELS - 1 - level)
     for level in range(_NUM_LEVELS)
 )
-"""FLOPs of all runs of the fit over those of one of the largest."""
+"""FLOPs of all runs of the fit, relative to one of the largest."""
 COST_OF_LARGEST = COST_OF_FIT + sum(
     (1 + len(varied)) / 2 ** (_NUM_LEVELS - 1 - level)
     for level, varied in ((1, VARIED_RATES), (2, VARIED_RATES), (1, VARIED_BATCHES))
 )
-"""FLOPs of all runs, the check's included, over those of one of the largest."""
+"""FLOPs of all runs including the checks, relative to one of the largest."""
 
 
 NUM_LATER = 1 + len(VARIED_BATCHES) + (_NUM_LEVELS - _NUM_EXPLORED) * _REFINING[1]
-"""Runs that are planned when the first ones have told their losses."""
+"""Number of runs that are planned after the losses of the first ones are known."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sweep is to tell, and what it may cost."""
+    """The target of a sweep, and its limits."""
 
     target: float
-    """FLOPs whose best model is wanted."""
+    """FLOPs for which to find the best model."""
     largest: float
     """FLOPs of the largest runs."""
     vocab_size: int
     """Vocabulary of the models."""
     context_length: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     most_tokens: float | None = None
-    """Tokens that a run may train on at most: the corpus, times the epochs that are allowed."""
+    """Maximum tokens of a run: the size of the dataset times the allowed epochs."""
     seed: int = 0
-    """Seed of initial weights and the order of the data."""
+    """Seed of the initial weights and the data order."""
 
     @property
     def levels(self) -> list[float]:
-        """FLOPs that a run may take, from small to large."""
+        """FLOPs per run at each level, in ascending order."""
         return [self.largest / 2**step for step in reversed(range(_NUM_LEVELS))]
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: a model, how long it trains, and what is expected of it."""
+    """One run: a model, its training length, and its expected loss."""
 
     name: str
-    """Unique in a sweep; the name of its directory."""
+    """Name of the run and its directory; unique in a sweep."""
     purpose: str
     """One of rate, batch, fit and final."""
     shape: ModelShape
@@ -97,20 +98,27 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Exact FLOPs, attention included."""
     seed: int = 0
     learning_rate_factor: float = 1.0
-    """Varied by the check; 1 is the rule."""
+    """Factor relative to the rule, varied by the check."""
     batch_factor: float = 1.0
-    """Varied by the check; 1 is the rule."""
+    """Factor relative to the rule, varied by the check."""
     expected_loss: Estimate | None = None
-    """Loss that the runs before it let expect; None of the first ones."""
+    """Loss predicted from earlier runs; None for the first ones."""
 
     @property
     def fitted_parameters(self) -> float:
-        """N of the fit: what 6ND counts as the exact FLOPs."""
+        """The N that makes 6ND equal to the exact FLOPs; used in the fit."""
         return self.flops / float(compute_for(1.0, self.tokens))
+
+    def first_steps(self, most: int) -> "PlannedRun":
+        """Returns the same run, truncated to at most `most` steps."""
+        steps = min(most, self.steps)
+        return msgspec.structs.replace(
+            self, steps=steps, warmup_steps=min(steps, self.warmup_steps)
+        )
 
 
 def rate_runs(question: Question) -> list[PlannedRun]:
-    """Returns a small model and a larger one, each with several learning rates."""
+    """Returns runs of a small model and a larger one, each with several learning rates."""
     rules = [Rule(), *(Rule().varied(learning_rate=factor) for factor in VARIED_RATES)]
     runs = [
         planned_run(question, "", RATE, shape, flops, rule)
@@ -121,7 +129,7 @@ def rate_runs(question: Question) -> list[PlannedRun]:
 
 
 def batch_runs(question: Question, rule: Rule) -> list[PlannedRun]:
-    """Returns the small model with several batches, at the learning rate that was found."""
+    """Returns runs of the small model with several batches, using the tuned learning rate."""
     shape, flops = _checked_models(question)[0]
     rules = [rule, *(rule.varied(batch=factor) for factor in VARIED_BATCHES)]
     runs = [planned_run(question, "", BATCH, shape, flops, each) for each in rules]
@@ -129,11 +137,11 @@ def batch_runs(question: Question, rule: Rule) -> list[PlannedRun]:
 
 
 def _checked_models(question: Question) -> list[tuple[ModelShape, float]]:
-    """Returns the models of the check with their FLOPs; the larger one only if it is another."""
+    """Returns the models of the check with their FLOPs; skips a larger one that is not distinct."""
     surface = learn_from(None).surface
     small, large = question.levels[1:3]
     best = float(surface.optimal_parameters(small))
-    # Where the best model is too small to be built, the smallest one that can be is checked.
+    # If the best model is too small to be built, check the smallest buildable one.
     found = (find_shape(question, best * math.exp(_NEAR * step)) for step in range(_TRIES))
     first = next((shape for shape in found if shape is not None), None)
     second = find_shape(question, _LARGER * float(surface.optimal_parameters(large)))
@@ -146,20 +154,20 @@ def _checked_models(question: Question) -> list[tuple[ModelShape, float]]:
 
 
 def exploring_runs(question: Question, rule: Rule) -> list[PlannedRun]:
-    """Returns the runs that are made before any loss is known, on the lower levels."""
+    """Returns the runs of the lower levels, which are planned before any loss is known."""
     levels = question.levels[:_NUM_EXPLORED]
     runs = _runs(question, learn_from(None), rule, levels, _EXPLORING)
-    # What is published of other texts and vocabularies says nothing of this one's loss.
+    # No expected losses: published ones for other texts and vocabularies do not apply.
     return _named(runs, 0, FIT)
 
 
 def first_runs(question: Question) -> list[PlannedRun]:
-    """Returns the runs that can be named before any is made; batches and refinement follow."""
+    """Returns the runs that can be planned in advance; batches and refinement follow later."""
     return [*rate_runs(question), *exploring_runs(question, Rule())]
 
 
 def refining_flops(question: Question) -> float:
-    """Returns about how many FLOPs the runs take that refine what the first ones found."""
+    """Returns the approximate FLOPs of the refining runs."""
     explored = sum(run.flops for run in exploring_runs(question, Rule()))
     return COST_OF_FIT * question.largest - explored
 
@@ -167,13 +175,13 @@ def refining_flops(question: Question) -> float:
 def refining_runs(
     question: Question, rule: Rule, known: Sweep, num_before: int
 ) -> list[PlannedRun]:
-    """Returns the runs of the upper levels, about the sizes that the lower ones favour.
+    """Returns the runs of the upper levels, around the best sizes of the lower ones.
 
     Args:
-        question: What the sweep is to tell.
+        question: The target and limits of the sweep.
         rule: Learning rate and batch.
-        known: The runs that have been made.
-        num_before: How many runs have names already.
+        known: The finished runs.
+        num_before: Number of runs that already have names.
     """
     belief = learn_from(known)
     runs = _runs(question, belief, rule, question.levels[_NUM_EXPLORED:], _REFINING)
@@ -185,7 +193,7 @@ def refining_runs(
 
 
 def _named(runs: list[PlannedRun], num_before: int, purpose: str) -> list[PlannedRun]:
-    """Returns runs with their names."""
+    """Returns runs with names assigned."""
     return [
         msgspec.structs.replace(run, name=f"{purpose}-{number:02d}")
         for number, run in enumerate(runs, start=num_before + 1)
@@ -199,10 +207,10 @@ def _runs(
     levels: Sequence[float],
     sizes: tuple[float, int],
 ) -> list[PlannedRun]:
-    """Returns runs of distinct models at every level, small ones first.
+    """Returns runs of distinct models at every level, in ascending order of size.
 
-    Models that cannot be built, or would see the text too often, are left out. Larger ones do not
-    take their place: a run with fewer tokens than parameters tells nothing of the best size.
+    Models that cannot be built, or that would exceed the token limit, are left out. Larger models
+    do not replace them: a run with fewer tokens than parameters is uninformative.
     """
     reach, number = sizes
     step = reach ** (2 / (number - 1))
@@ -227,9 +235,10 @@ def _runs(
 
 
 def find_shape(question: Question, parameters: float) -> ModelShape | None:
-    """Returns the buildable model nearest to an N of the fit, if there is one near it.
+    """Returns the buildable model nearest to an N of the fit; None if none is close enough.
 
-    That N is a sixth of the FLOPs per token: embeddings are not in it, attention is.
+    The N of the fit is a sixth of the FLOPs per token: it excludes embeddings and includes
+    attention.
     """
     wanted = parameters
     for _ in range(_TRIES):
@@ -251,7 +260,7 @@ def _fitted_parameters(shape: ModelShape, context_length: int) -> float:
 def planned_run(
     question: Question, name: str, purpose: str, shape: ModelShape, flops: float, rule: Rule
 ) -> PlannedRun:
-    """Returns the run that spends so many FLOPs on a model, in whole steps."""
+    """Returns the run that spends `flops` on a model, in whole steps."""
     per_token = flops_per_token(shape, question.context_length).model
     parameters = count_parameters(shape).total
     tuned = rule.apply(parameters, flops / per_token, question.context_length)

@@ -1,14 +1,14 @@
-"""A sweep on disk: what was planned, and one directory for each run.
+"""A sweep on disk: its plan, and one directory per run.
 
     sweep.json      the question and every planned run; written before a run begins
-    base.toml       what all runs have in common: data, precision, parallelism
-    runs/NAME/      run.toml, log.txt, and what `paceline train` writes
-    runs.jsonl      a row for every run of the fit that has ended, for `paceline scaling fit`
-    checks.jsonl    the same of the runs that vary the rule
+    base.toml       the config shared by all runs: data, precision, parallelism
+    runs/NAME/      run.toml, log.txt, and the output of `paceline train`
+    runs.jsonl      a row for every ended run of the fit, for `paceline scaling fit`
+    checks.jsonl    a row for every ended run that varies the rule
 
-A run has ended when its directory has `ended.json`. Whatever kills a sweep, the same command goes
-on: planned runs are not planned again, ended ones not made again, interrupted ones go on from
-their newest checkpoint.
+A run has ended when its directory contains `ended.json`. If a sweep is killed, the same command
+resumes it: planned runs are not planned again, ended ones are not repeated, and interrupted ones
+resume from their newest checkpoint.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.data.storage.local import LocalStorage
-from paceline.records import Outcome, Record, RecordStore
+from paceline.records import Outcome, Record
 from paceline.records.codecs import UNDECODABLE
 from paceline.training.config import ModelConfig, RunConfig
-from paceline.training.run_files import RECORD
+from paceline.training.run_files import RECORD, last_record
 from paceline.training.toml_config import encode_config, read_config
 from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, Question
 
@@ -33,39 +33,41 @@ _BASE = "base.toml"
 _RUNS = "runs"
 _RUN = "run.toml"
 ENDED = "ended.json"
-"""In the directory of a run that will not go on: how it ended."""
+"""File in the directory of an ended run, with its outcome."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a run ended."""
+    """The outcome of an ended run."""
 
     outcome: Outcome
     reason: str | None = None
-    """Why it has no loss; None where it has one."""
+    """Why the run has no loss; None if it has one."""
     time_s: float
-    """Of the attempt that ended it."""
+    """Duration of the last attempt."""
+    is_resumed: bool = False
+    """Whether an earlier attempt trained some of the steps, which time_s does not include."""
 
 
 class SweepState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was decided so far."""
+    """The decisions of a sweep so far."""
 
     question: Question
     at_once: int | None = None
-    """Runs at a time on this machine; None before it was measured."""
+    """Number of concurrent runs on this machine; None before it is measured."""
     runs: tuple[PlannedRun, ...] = ()
-    """In the order in which they were planned."""
+    """Runs in the order of planning."""
     is_refined: bool = False
-    """Whether the last runs are planned, too."""
+    """Whether the refining runs have been planned."""
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that has ended, as `paceline scaling fit` reads it."""
+    """An ended run, in the format of `paceline scaling fit`."""
 
     name: str
     parameters: float
-    """N of the fit: a sixth of the FLOPs per token, so that 6ND are the exact FLOPs of the run."""
+    """N of the fit: a sixth of the FLOPs per token, so that 6ND equals the exact FLOPs."""
     num_parameters: int
-    """Of the model, embeddings included."""
+    """Number of parameters of the model, embeddings included."""
     tokens: int
     num_steps: int
     flops: float
@@ -84,6 +86,9 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float | None
     memory_bytes: float | None
     time_s: float
+    """Duration of the last attempt."""
+    is_resumed: bool = False
+    """Whether an earlier attempt trained some of the steps."""
 
 
 class SweepDirectory:
@@ -94,11 +99,11 @@ class SweepDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether a sweep was begun here."""
+        """Whether the directory contains a sweep."""
         return (self.path / _STATE).exists()
 
     def begin(self, question: Question, base: RunConfig) -> SweepState:
-        """Begins a sweep, or goes on with the one that is here, which must ask the same."""
+        """Starts a sweep, or resumes an existing one, which must have the same question."""
         if self.exists:
             state = self.state()
             if state.question != question:
@@ -114,11 +119,11 @@ class SweepDirectory:
         return state
 
     def base(self) -> RunConfig:
-        """Returns what all runs have in common."""
+        """Returns the config shared by all runs."""
         return read_config(self.path / _BASE)
 
     def state(self) -> SweepState:
-        """Returns what was decided so far."""
+        """Returns the decisions so far."""
         path = self.path / _STATE
         try:
             return msgspec.json.decode(path.read_bytes(), type=SweepState)
@@ -126,22 +131,22 @@ class SweepDirectory:
             raise UsageError(f"{path}: not the state of a sweep: {error}") from error
 
     def keep(self, state: SweepState) -> None:
-        """Replaces the state; a reader sees the old one or the new one."""
+        """Replaces the state atomically."""
         _write(self.path / _STATE, msgspec.json.format(msgspec.json.encode(state)))
 
     def run_directory(self, run: PlannedRun) -> pathlib.Path:
-        """Returns where a run's files are."""
+        """Returns the directory of a run."""
         return self.path / _RUNS / run.name
 
     def write_config(self, run: PlannedRun) -> pathlib.Path:
-        """Writes the config of a run, for the place where the sweep is now; returns its path."""
+        """Writes the config of a run for the current location of the sweep; returns its path."""
         directory = self.run_directory(run)
         path = directory / _RUN
         _write(path, encode_config(run_config(self.base(), run, directory.resolve())).encode())
         return path
 
     def ending(self, run: PlannedRun) -> Ending | None:
-        """Returns how a run ended; None of one that has not."""
+        """Returns the ending of a run; None if it has not ended."""
         return read_ending(self.run_directory(run))
 
     def open_runs(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -149,12 +154,12 @@ class SweepDirectory:
         return [run for run in runs if self.ending(run) is None]
 
     def rows(self, *purposes: str) -> list[RunRow]:
-        """Returns the runs of some purposes that have ended, in the order of the plan."""
+        """Returns the rows of ended runs with the given purposes, in the order of planning."""
         rows = (self._row(run) for run in self.state().runs if run.purpose in purposes)
         return [row for row in rows if row is not None]
 
     def write_rows(self) -> None:
-        """Writes what has ended for `paceline scaling fit`, and the check beside it."""
+        """Writes the rows of ended runs for `paceline scaling fit`, and those of the checks."""
         for purposes, name in (((FIT,), ROWS), (CHECKS, _CHECKS)):
             lines = [msgspec.json.encode(row) + b"\n" for row in self.rows(*purposes)]
             _write(self.path / name, b"".join(lines))
@@ -186,12 +191,13 @@ class SweepDirectory:
             step_time_s=_metric(record, "step_time_s"),
             memory_bytes=_metric(record, "memory_bytes"),
             time_s=ending.time_s,
+            is_resumed=ending.is_resumed,
         )
 
     def record(self, run: PlannedRun) -> Record | None:
-        """Returns the record of a run that has finished."""
-        store = RecordStore(self.run_directory(run) / RECORD)
-        return list(store.read())[-1] if store.path.exists() else None
+        """Returns the record of a finished run, or None."""
+        directory = self.run_directory(run)
+        return last_record(directory) if (directory / RECORD).exists() else None
 
 
 def run_config(base: RunConfig, run: PlannedRun, directory: pathlib.Path) -> RunConfig:
@@ -219,13 +225,13 @@ def run_config(base: RunConfig, run: PlannedRun, directory: pathlib.Path) -> Run
         ),
         optimizer=dataclasses.replace(base.optimizer, learning_rate=run.learning_rate),
         schedule=dataclasses.replace(base.schedule, warmup_steps=run.warmup_steps),
-        # Only the loss at the end counts.
+        # Only the final loss is used.
         evaluation=dataclasses.replace(base.evaluation, every_steps=run.steps, sample_prompt=None),
     )
 
 
 def _with_whole_paths(base: RunConfig) -> RunConfig:
-    """Returns the config with datasets that are found from any directory, on any node."""
+    """Returns the config with absolute dataset paths, valid from any directory."""
     sources = tuple(
         source
         if "://" in source.place
@@ -236,7 +242,7 @@ def _with_whole_paths(base: RunConfig) -> RunConfig:
 
 
 def read_ending(directory: pathlib.Path) -> Ending | None:
-    """Returns how the run of a directory ended; None of one that has not."""
+    """Returns the ending of the run in a directory; None if it has not ended."""
     path = directory / ENDED
     try:
         return msgspec.json.decode(path.read_bytes(), type=Ending)
@@ -247,7 +253,7 @@ def read_ending(directory: pathlib.Path) -> Ending | None:
 
 
 def write_ending(directory: pathlib.Path, ending: Ending) -> None:
-    """Says in a run's directory that it has ended."""
+    """Marks the run in a directory as ended."""
     _write(directory / ENDED, msgspec.json.encode(ending))
 
 
@@ -257,7 +263,7 @@ def _metric(record: Record | None, name: str) -> float | None:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file atomically."""
     LocalStorage(path.parent).write(path.name, content)
 
 

@@ -1,4 +1,4 @@
-"""Where runs stand that other processes make, from the last row that each has written."""
+"""Reports the progress of runs in other processes, from the last row of their metrics."""
 
 import pathlib
 
@@ -11,11 +11,11 @@ from paceline.training.metrics.rows import StepRow
 from paceline.training.run_files import EXPECTATION, METRICS
 
 _TAIL_BYTES = 4096
-"""Enough for a few rows, however long the run is."""
+"""Enough for a few rows; independent of the length of the run."""
 
 
 def progress_text(directory: pathlib.Path) -> str:
-    """Returns where a run stands, in a few words."""
+    """Returns the progress of a run in a few words."""
     last, total = _last_step(directory / METRICS), _num_steps(directory / EXPECTATION)
     if last is None or total is None:
         return "starting"
@@ -38,7 +38,7 @@ def _last_step(path: pathlib.Path) -> StepRow | None:
         try:
             return msgspec.json.decode(line, type=StepRow)
         except UNDECODABLE:
-            continue  # Another kind of row, or one that is being written.
+            continue  # Another kind of row, or an incomplete one.
     return None
 
 

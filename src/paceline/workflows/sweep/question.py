@@ -1,4 +1,4 @@
-"""What a sweep reads of the config that its runs have in common."""
+"""Validates the config shared by a sweep's runs, and counts its training tokens."""
 
 from paceline.core.errors import UsageError
 from paceline.data.format.manifest import read_manifest
@@ -7,7 +7,7 @@ from paceline.training.config import RunConfig
 
 
 def require_evaluation(base: RunConfig) -> None:
-    """Raises unless runs can be compared."""
+    """Raises an error if evaluation is disabled, because runs could not be compared."""
     if not base.evaluation.sequences:
         raise UsageError(
             "evaluation.sequences is 0, and runs are compared by their held-out losses; set it to "
@@ -16,6 +16,6 @@ def require_evaluation(base: RunConfig) -> None:
 
 
 def training_tokens(base: RunConfig) -> int:
-    """Returns how many tokens there are to train on."""
+    """Returns the number of tokens in the training splits."""
     manifests = [read_manifest(open_storage(source.place)) for source in base.data.sources]
     return sum(manifest.splits["train"].num_tokens for manifest in manifests)

@@ -1,12 +1,12 @@
-"""The learning rate and batch of every run of a sweep, and whether the rule holds.
+"""The rule for the learning rate and batch of every run of a sweep, and its calibration.
 
 Step Law (arXiv 2503.04715) gives both from parameters and tokens. Its learning rate is taken at 20
-tokens per parameter, so that it depends on N alone: a longer run has a larger batch, which asks for
-a higher rate, and more steps, which ask for a lower one (arXiv 2409.19913), and the two cancel.
+tokens per parameter, so that it depends on N alone: a longer run has a larger batch, which requires
+a higher rate, and more steps, which require a lower one (arXiv 2409.19913); the two effects cancel.
 
-The law was fitted to models of 60M parameters and more, so a sweep first varies the learning rate
-about what it says, for a small model and for a larger one, and multiplies the law by what their
-losses ask for. Then it varies the batch, with that learning rate times the root of the factor.
+The law was fitted to models of 60M parameters and more. A sweep therefore first varies the learning
+rate around it, for a small model and for a larger one, and scales the law by the best factor. Then
+it varies the batch, and scales the learning rate with the square root of the batch factor.
 """
 
 import dataclasses
@@ -17,54 +17,57 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline.core.finding import Finding
-from paceline.scaling.allocation.model_shapes import step_law_batch_tokens, suggested_learning_rate
+from paceline.scaling.allocation.model_shapes import (
+    TOKENS_PER_PARAMETER,
+    step_law_batch_tokens,
+    suggested_learning_rate,
+)
 
 _WARMUP = 0.05
-"""Part of a run in which the learning rate rises."""
+"""Share of a run's steps that is warm-up."""
 _FEWEST_STEPS = 64
-"""With fewer, a run is all warm-up and decay."""
+"""Minimum number of steps; a shorter run would be only warm-up and decay."""
 VARIED_RATES = (0.125, 0.25, 0.5, 2.0)
-"""Factors by which the check varies the learning rate; of small models the law's is too high."""
+"""Factors for the learning rate in the check; the law's is too high for small models."""
 VARIED_BATCHES = (0.25, 0.5, 2.0)
-"""Factors by which the check varies the batch."""
+"""Factors for the batch in the check."""
 _POINTS = 3
-_TOKENS_PER_PARAMETER = 20.0
 _WORTH_SAYING = 0.005
-"""Relative gain in loss from which a finding asks for a change."""
+"""Relative gain in loss above which a finding includes a remedy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """What is tuned in a run."""
+    """The tuned hyperparameters of a run."""
 
     learning_rate: float
     """Peak learning rate."""
     batch_size: int
     """Sequences per step."""
     warmup_steps: int
-    """Steps from zero to the peak."""
+    """Steps of linear warm-up to the peak."""
     steps: int
-    """Steps of the run."""
+    """Total steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Step Law, times two factors."""
+    """Step Law, scaled by two factors."""
 
     learning_rate_factor: float = 1.0
-    """What the law's learning rate is multiplied by."""
+    """Factor for the learning rate of the law."""
     batch_factor: float = 1.0
-    """What the law's batch is multiplied by."""
+    """Factor for the batch of the law."""
 
     def apply(self, parameters: float, tokens: float, context_length: int) -> Hyperparameters:
-        """Returns the hyperparameters of a run of so many parameters and about so many tokens."""
+        """Returns the hyperparameters of a run with `parameters` and about `tokens`."""
         by_law = step_law_batch_tokens(tokens)
         most = tokens / _FEWEST_STEPS
         batch_size = max(1, round(min(self.batch_factor * by_law, most) / context_length))
         steps = max(1, round(tokens / (batch_size * context_length)))
-        # Adam's learning rate goes with the root of the batch (arXiv 2205.10287).
+        # Adam's learning rate scales with the square root of the batch (arXiv 2205.10287).
         for_batch = math.sqrt(batch_size * context_length / by_law)
-        by_size = suggested_learning_rate(parameters, _TOKENS_PER_PARAMETER * parameters)
+        by_size = suggested_learning_rate(parameters, TOKENS_PER_PARAMETER * parameters)
         return Hyperparameters(
             learning_rate=self.learning_rate_factor * for_batch * by_size,
             batch_size=batch_size,
@@ -73,7 +76,7 @@ class Rule:
         )
 
     def varied(self, *, learning_rate: float = 1.0, batch: float = 1.0) -> "Rule":
-        """Returns the rule with its factors multiplied."""
+        """Returns the rule with its factors multiplied by the given ones."""
         return dataclasses.replace(
             self,
             learning_rate_factor=self.learning_rate_factor * learning_rate,
@@ -82,19 +85,20 @@ class Rule:
 
 
 def rule_of_rates(best: Sequence[float]) -> Rule:
-    """Returns the rule from the best factor of each model that was checked: their geometric mean.
+    """Returns the rule with the geometric mean of the best factors of the checked models.
 
-    No power of N is made of them. Each is known to a factor of 1.5 at best, and a line through two
-    sizes would reach the size of the final run several times as wrong.
+    No power law in N is fitted: each factor is known to within 1.5x at best, and extrapolating a
+    line through two sizes to the final run would multiply that error.
     """
     return Rule(learning_rate_factor=statistics.geometric_mean(best))
 
 
 def best_factor(losses: Mapping[float, float]) -> float:
-    """Returns where the loss is lowest, from losses at three factors or more.
+    """Returns the factor with the lowest loss.
 
-    A parabola through the lowest one and those next to it, in the logarithm of the factor; never
-    beyond what was tried. Where it has no minimum, the factor of the lowest loss.
+    Fits a parabola in the log of the factor through the lowest loss and its neighbours, and clamps
+    the minimum to their range. Falls back to the factor of the lowest loss if there are fewer than
+    three factors or the parabola has no minimum.
     """
     factors = sorted(losses)
     lowest = min(factors, key=losses.__getitem__)
@@ -112,14 +116,14 @@ def best_factor(losses: Mapping[float, float]) -> float:
 def rule_finding(
     name: str, what: str, losses: Mapping[float, float], factor: float, used: float
 ) -> Finding:
-    """Says how the rule did in the check.
+    """Returns a finding that describes how the rule performed in the check.
 
     Args:
         name: The finding's name.
-        what: Learning rate or batch size, as a sentence names it.
+        what: The checked quantity, as it appears in the message.
         losses: Held-out loss by factor; factor 1 is the rule itself.
-        factor: Where the loss is lowest.
-        used: The factor of all other runs.
+        factor: The factor with the lowest loss.
+        used: The factor used in all other runs.
     """
     rule_loss = losses[1.0]
     gain = 1 - min(losses.values()) / rule_loss

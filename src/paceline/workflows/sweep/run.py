@@ -1,8 +1,7 @@
-"""From a question to rows that a fit reads: check the rule, explore, refine.
+"""Runs a sweep: checks the rule, explores, refines, and writes rows for the fit.
 
-Each stage plans its runs from what the stages before it have measured, writes the plan down, and
-makes the runs that have not ended. A sweep that was interrupted at any moment goes on where it was
-and comes to the same plan.
+Each stage plans its runs from the measurements of earlier stages, stores the plan, and executes the
+runs that have not ended. A sweep interrupted at any time resumes, and produces the same plan.
 """
 
 import dataclasses
@@ -38,25 +37,25 @@ from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding, rule
 from paceline.workflows.sweep.task import RunTask
 
 _MOST_ATTEMPTS = 3
-"""How often a run may be killed before it counts as failed."""
+"""Number of attempts that may be killed before a run counts as failed."""
 
 MakeExecutor = Callable[[SweepState], Executor]
-"""Makes the executor when there is something to run, and the state says how many at a time."""
+"""Creates the executor on demand; the state gives the number of concurrent runs."""
 
 
 class SweepFailedError(PacelineError):
-    """A sweep that cannot tell anything."""
+    """The sweep has no usable baseline, so its runs cannot be compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepRunner:
-    """Makes a sweep.
+    """Runs a sweep.
 
     Args:
-        directory: Where it is, or will be.
-        make_executor: Where runs are made.
-        ranks: Ranks of a run.
-        threads: Threads of a rank, once it is known how many runs share the machine.
+        directory: Directory of the sweep; it need not exist.
+        make_executor: Creates the executor of the runs.
+        ranks: Ranks per run.
+        threads: Threads per rank, given the number of concurrent runs in the state.
         on_change: Called whenever a run is planned or has ended.
     """
 
@@ -67,7 +66,7 @@ class SweepRunner:
     on_change: Callable[[], None]
 
     def run(self, question: Question, base: RunConfig) -> list[Finding]:
-        """Makes all runs that are missing; returns what the check of the rule has found."""
+        """Executes all missing runs; returns the findings of the check of the rule."""
         self.directory.begin(question, base)
         self._once(RATE, lambda: rate_runs(question))
         rate_findings, rule = judge_rates(self.directory.rows(RATE))
@@ -82,32 +81,32 @@ class SweepRunner:
         return [*rate_findings, batch_finding]
 
     def rule(self) -> Rule:
-        """Returns the learning rates and batches that the check has come to."""
+        """Returns the rule for learning rates and batches that results from the check."""
         _, rule = judge_rates(self.directory.rows(RATE))
         return judge_batches(self.directory.rows(BATCH), rule)[1]
 
     def _once(self, purpose: str, plan: Callable[[], Sequence[PlannedRun]]) -> None:
-        """Plans the runs of a purpose, unless they are planned, and makes those that are open."""
+        """Plans the runs of a purpose if necessary, and executes those that have not ended."""
         if all(run.purpose != purpose for run in self.directory.state().runs):
             self._plan(plan())
         self._make(purpose)
 
     def _plan(self, runs: Sequence[PlannedRun], *, is_refined: bool = False) -> None:
-        """Writes runs down before the first of them begins."""
+        """Stores planned runs before the first of them begins."""
         state = self.directory.state()
         runs = (*state.runs, *runs)
         self.directory.keep(msgspec.structs.replace(state, runs=runs, is_refined=is_refined))
         self.on_change()
 
     def _make(self, purpose: str) -> None:
-        """Makes the planned runs of a purpose that have not ended."""
+        """Executes the planned runs of a purpose that have not ended."""
         runs = [run for run in self.directory.state().runs if run.purpose == purpose]
         for _attempt in range(_MOST_ATTEMPTS):
             missing = self.directory.open_runs(runs)
             if not missing:
                 break
             executor = self.make_executor(self.directory.state())
-            # The longest first, so that no core waits long for the last one.
+            # Longest runs first, so that cores are not idle at the end.
             missing.sort(key=lambda run: -run.flops)
             for _label in executor.run(self._tasks(missing)):
                 self.directory.write_rows()
@@ -139,12 +138,12 @@ class SweepRunner:
 
 
 def judge_rates(rows: Sequence[RunRow]) -> tuple[list[Finding], Rule]:
-    """Returns what the check of learning rates has found, and the rule that follows from it."""
+    """Returns the findings of the learning rate check, and the resulting rule."""
     checked = {
         size: _losses([row for row in rows if row.num_parameters == size], RATE)
         for size in sorted({row.num_parameters for row in rows})
     }
-    # Where the rule itself has failed for one of the models, the other one decides.
+    # A model whose baseline run failed is ignored.
     best = {size: best_factor(losses) for size, losses in checked.items() if 1.0 in losses}
     if not best:
         raise _nothing_to_compare(rows)
@@ -163,7 +162,7 @@ def judge_rates(rows: Sequence[RunRow]) -> tuple[list[Finding], Rule]:
 
 
 def judge_batches(rows: Sequence[RunRow], rule: Rule) -> tuple[Finding, Rule]:
-    """Returns what the check of batches has found, and the rule with it."""
+    """Returns the finding of the batch check, and the resulting rule."""
     losses = _losses(rows, BATCH)
     if 1.0 not in losses:
         raise _nothing_to_compare(rows)
@@ -173,7 +172,7 @@ def judge_batches(rows: Sequence[RunRow], rule: Rule) -> tuple[Finding, Rule]:
 
 
 def _losses(rows: Sequence[RunRow], purpose: str) -> dict[float, float]:
-    """Returns the losses of runs by the factor that was varied."""
+    """Returns losses by the factor that was varied."""
     return {
         row.learning_rate_factor if purpose == RATE else row.batch_factor: row.final_loss
         for row in rows

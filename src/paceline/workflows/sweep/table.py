@@ -1,4 +1,4 @@
-"""The runs of a sweep as a table: planned, being made, ended; expected and measured."""
+"""Tables of a sweep's runs: planned, running and ended, with predictions and measurements."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _HEADERS = (
 
 
 def sweep_table(directory: SweepDirectory) -> Table:
-    """Returns every planned run, with what was expected of it and what came of it."""
+    """Returns a table of every planned run, with its predictions and measurements."""
     rows = {row.name: row for row in directory.rows(*CHECKS, FIT)}
     runs = directory.state().runs
     ended = list(rows.values())
@@ -34,7 +34,7 @@ def sweep_table(directory: SweepDirectory) -> Table:
 
 
 def plan_table(runs: Sequence[PlannedRun], times_s: Sequence[float | None]) -> Table:
-    """Returns runs before any is made, with their predicted times where these are known."""
+    """Returns a table of planned runs, with predicted times if all are known."""
     has_times = None not in times_s
     times = [(_time(time_s),) if has_times else () for time_s in times_s]
     return Table(
@@ -45,7 +45,7 @@ def plan_table(runs: Sequence[PlannedRun], times_s: Sequence[float | None]) -> T
 
 
 def _cells(run: PlannedRun, row: RunRow | None, ended: Sequence[RunRow]) -> tuple[str, ...]:
-    # What the others tell of its time, whether it has ended or not.
+    # Predict from the other runs only, even if this one has ended.
     time_s = expected_time_s(run, [each for each in ended if each.name != run.name])
     loss = "" if row is None else row.outcome if row.final_loss is None else f"{row.final_loss:.4f}"
     took = "" if row is None else format_seconds(row.time_s)

@@ -1,7 +1,7 @@
-"""One run of a sweep as a task: `paceline train` in a process of its own, wherever that is.
+"""One run of a sweep as a task: `paceline train` in a separate process, on any node.
 
-The run's directory tells all: who starts the task again after a kill, a lost node or a requeue goes
-on from the newest checkpoint, and a task whose run has ended does nothing.
+All state is in the run's directory: a task that is restarted after a kill, a lost node or a requeue
+resumes from the newest checkpoint, and a task whose run has ended does nothing.
 """
 
 import dataclasses
@@ -19,43 +19,45 @@ from paceline.core.processes import (
     exit_code_of,
     termination_as_exit,
 )
-from paceline.training.run_files import DIVERGED, RECORD
+from paceline.records import Outcome
+from paceline.training.run_files import DIVERGED, METRICS, RECORD
 from paceline.workflows.last_words import last_words
 from paceline.workflows.sweep.directory import ENDED, Ending, write_ending
 
 _LOG = "log.txt"
 _POLL_S = 0.1
 _GRACE_S = 30.0
-"""For a run to save in when it is asked to stop."""
+"""Time for a run to save a checkpoint when asked to stop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunTask:
-    """A run to make."""
+    """A run to execute."""
 
     label: str
     """The run's name."""
     directory: str
-    """The run's directory, which its node sees."""
+    """The run's directory, visible to its node."""
     config: str
-    """Its run.toml."""
+    """Path of its run.toml."""
     ranks: int
-    """Ranks that train it."""
+    """Number of ranks."""
     threads: int
-    """Threads of each rank."""
+    """Threads per rank."""
 
 
 class StartedRun:
-    """A run that is being made by a process of its own, which dies with this one.
+    """A run in a child process, which dies with this one.
 
     Args:
-        task: The run; its directory has its config.
+        task: The run; its config must exist.
     """
 
     def __init__(self, task: RunTask) -> None:
         self.task = task
         self._directory = pathlib.Path(task.directory)
         self._began = time.monotonic()
+        self._is_resumed = (self._directory / METRICS).exists()
         command = [sys.executable, "-m", "paceline", "train", task.config]
         command += ["--ranks", str(task.ranks), "--json"]
         parent = os.getpid()
@@ -66,30 +68,40 @@ class StartedRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=_environment(task.threads),
-                # A Ctrl-C reaches the sweep alone, which asks its runs to save and stop.
+                # Ctrl-C reaches only the sweep, which then asks its runs to save and stop.
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
             )
 
     def poll(self) -> bool | None:
-        """Returns whether the run has ended; None while it is being made.
+        """Returns whether the run has ended; None while it is running.
 
-        A run that was asked to stop, or killed, has not ended: it goes on when it is started again.
+        A run that was asked to stop, or was killed, has not ended: it resumes when restarted.
         """
         if self.process.poll() is None:
             return None
         code = exit_code_of(self.process.returncode)
         if code == STOPPED or self.process.returncode < 0:
             return False
-        write_ending(self._directory, _ending(self._directory, code, self._seconds()))
+        write_ending(self._directory, self._ending(code))
         return True
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
+    def _ending(self, code: int) -> Ending:
+        outcome: Outcome = "ok"
+        reason = None
+        if not (self._directory / RECORD).exists():
+            outcome = "diverged" if (self._directory / DIVERGED).exists() else "failed"
+            reason = last_words(self._directory / _LOG, code)
+        return Ending(
+            outcome=outcome,
+            reason=reason,
+            time_s=time.monotonic() - self._began,
+            is_resumed=self._is_resumed,
+        )
 
 
 def stop_runs(runs: Sequence[StartedRun]) -> None:
-    """Asks runs to save what they have, and waits until they have stopped."""
+    """Asks runs to save a checkpoint, and waits until they have stopped."""
     end_processes([run.process for run in runs], grace_s=_GRACE_S)
 
 
@@ -99,7 +111,7 @@ def has_ended(task: RunTask) -> bool:
 
 
 def run_task(task: RunTask) -> bool:
-    """Makes a run, or goes on with it; returns whether it has ended."""
+    """Starts or resumes a run; returns whether it has ended."""
     if has_ended(task):
         return True
     run = StartedRun(task)
@@ -112,16 +124,7 @@ def run_task(task: RunTask) -> bool:
         stop_runs([run])
 
 
-def _ending(directory: pathlib.Path, code: int, time_s: float) -> Ending:
-    if (directory / RECORD).exists():
-        return Ending(outcome="ok", time_s=time_s)
-    reason = last_words(directory / _LOG, code)
-    if (directory / DIVERGED).exists():
-        return Ending(outcome="diverged", reason=reason, time_s=time_s)
-    return Ending(outcome="failed", reason=reason, time_s=time_s)
-
-
 def _environment(threads: int) -> dict[str, str]:
-    """Returns the variables of a run, which has nothing to do with what launched the sweep."""
+    """Returns the environment of a run, without the variables of a Slurm job around the sweep."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return kept | {"OMP_NUM_THREADS": str(threads)}

@@ -1,7 +1,7 @@
-"""How many runs at a time train most tokens per second on this machine.
+"""Measures how many concurrent runs maximise throughput on this machine.
 
-Small models do not fill several cores, and runs beside each other compete for memory: measured
-rather than guessed, on a few steps of a run that the sweep will make.
+Small models do not saturate several cores, and concurrent runs compete for memory bandwidth. The
+best number is therefore measured, with a few steps of one of the sweep's runs.
 """
 
 import pathlib
@@ -11,10 +11,9 @@ from collections.abc import Callable
 import msgspec
 
 from paceline.core.errors import PacelineError
-from paceline.records import RecordStore
 from paceline.records.environment import available_processors, threads_per_rank
 from paceline.training.config import RunConfig
-from paceline.training.run_files import RECORD
+from paceline.training.run_files import last_record
 from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.design import PlannedRun
 from paceline.workflows.sweep.directory import SweepDirectory, SweepState, read_ending, run_config
@@ -31,14 +30,14 @@ def runs_at_once(
     wanted: int | None,
     say: Callable[[str], None],
 ) -> int:
-    """Returns how many runs are made at a time, which the sweep remembers.
+    """Returns the number of concurrent runs, and stores it in the sweep's state.
 
     Args:
         directory: The sweep.
-        state: What it has decided so far.
-        ranks: Ranks of a run.
-        wanted: What the user asks for; None for what is measured to be the fastest, once.
-        say: Tells the user what was measured.
+        state: Its decisions so far.
+        ranks: Ranks per run.
+        wanted: The user's choice; None to measure the fastest number once.
+        say: Called with a message about the measurement.
     """
     at_once = wanted or state.at_once
     if at_once is None:
@@ -50,12 +49,12 @@ def runs_at_once(
 
 
 def best_at_once(base: RunConfig, run: PlannedRun, ranks: int) -> int:
-    """Returns how many runs at a time train fastest: one with all cores, or one for each.
+    """Returns the number of concurrent runs with the highest throughput: one, or the most.
 
     Args:
-        base: What all runs have in common.
-        run: The run to measure with, whose first steps are made and thrown away.
-        ranks: Ranks of a run.
+        base: The config shared by all runs.
+        run: The run to measure; its first steps are executed and discarded.
+        ranks: Ranks per run.
     """
     most = max(1, available_processors() // ranks)
     if most == 1:
@@ -65,7 +64,7 @@ def best_at_once(base: RunConfig, run: PlannedRun, ranks: int) -> int:
 
 
 def _runs_per_s(base: RunConfig, run: PlannedRun, ranks: int, at_once: int) -> float:
-    short = msgspec.structs.replace(run, steps=_STEPS, warmup_steps=1)
+    short = run.first_steps(_STEPS)
     with tempfile.TemporaryDirectory() as directory:
         tasks = []
         for number in range(at_once):
@@ -92,5 +91,4 @@ def _step_time_s(directory: pathlib.Path) -> float:
     if ending is None or ending.outcome != "ok":
         reason = "killed" if ending is None else ending.reason
         raise PacelineError(f"measuring how many runs to train at once failed: {reason}")
-    (record,) = RecordStore(directory / RECORD).read()
-    return record.metrics["step_time_s"].value
+    return last_record(directory).metrics["step_time_s"].value

@@ -41,7 +41,7 @@ def test_a_causal_mask_leaves_half_of_a_long_sequence() -> None:
 
 @pytest.mark.parametrize("implementation", FLASH)
 def test_one_number_per_query_stands_for_the_scores(implementation: AttentionKind) -> None:
-    # By hand: four times 2 x 100 x 8 numbers, and 200 of four bytes, or of eight for float64.
+    # By hand: four tensors of 2 x 100 x 8, and 200 log-sum-exps of 4 bytes, or 8 for float64.
     for element_bytes, expected in ((4, 26_400), (2, 13_600), (8, 52_800)):
         saved = attention_saved_bytes(implementation, shape(2, 100), 8, element_bytes, causal=True)
         assert saved == expected
@@ -57,11 +57,11 @@ def test_stored_probabilities_are_kept_in_every_format_that_they_had() -> None:
 
 
 def test_the_peak_of_tiles_by_hand() -> None:
-    # 16,384 tokens of width 64 in float32: 8 vectors of 4 MiB, 64 KiB of logarithms, two tiles of
-    # 4 MiB, three times 256 queries, three numbers for each, and a zero.
+    # 16,384 tokens of width 64 in float32: 8 tensors of 4 MiB, 64 KiB of log-sum-exps, two tiles of
+    # 4 MiB, three tensors of 256 queries, three numbers for each query, and a zero.
     expected = 8 * 4 * MIB + 16384 * 4 + 2 * 4 * MIB + 3 * 256 * 64 * 4 + 3 * 256 * 4 + 4
     assert tiled_attention_peak_bytes(shape(1, 16384), 64, 4, causal=False) == expected
-    # Narrow heads make a causal tile's mask the larger of the two.
+    # With narrow heads, the peak has a causal tile's mask instead of a third tensor of queries.
     narrow = tiled_attention_peak_bytes(shape(1, 16384), 8, 4, causal=True)
     unmasked = tiled_attention_peak_bytes(shape(1, 16384), 8, 4, causal=False)
     assert narrow - unmasked == 256 * 255 - 256 * 8 * 4 - 256 * 4
@@ -77,7 +77,7 @@ def test_tiles_grow_by_the_same_for_every_token(batch: int, context: int, head_d
             for more in (0, 1, 2)
         )
         assert second - first == third - second
-        # The next token of each sequence has its 8 numbers per channel, and one more.
+        # Each further token of a sequence adds 8 numbers per channel, and one log-sum-exp.
         at_least = batch * (8 * head_dim * element_bytes + 4)
         copies = 0 if element_bytes == 4 else 4 * min(batch, 8) * head_dim * 4
         assert second - first == at_least + copies

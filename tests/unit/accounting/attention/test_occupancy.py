@@ -15,17 +15,17 @@ H100 = find_multiprocessor("sm90")
 @pytest.mark.parametrize(
     ("registers", "shared_bytes", "num_warps", "blocks"),
     [
-        # 65,536 registers: 255 are given out as 256 to each of 256 threads, which is all.
+        # 65,536 registers: 255 round up to 256 per thread, so one block of 256 threads uses all.
         (255, 0, 8, 1),
         (128, 0, 8, 2),
         (129, 0, 8, 1),
         (32, 0, 8, 8),
-        # 228 KiB, of which the driver takes one for each block.
+        # 228 KiB of shared memory, of which the driver takes 1 KiB per block.
         (32, 75 * 1024, 4, 3),
         (32, 76 * 1024, 4, 2),
         (32, 227 * 1024, 4, 1),
         (32, 227 * 1024 + 1, 4, 0),
-        # 64 places for warps, 32 for blocks.
+        # At most 64 warps and 32 blocks.
         (16, 0, 1, 32),
         (16, 0, 16, 4),
     ],
@@ -40,7 +40,7 @@ def test_what_is_used_up_first_decides(
 
 def test_amd_counts_wavefronts_of_64() -> None:
     unit = find_multiprocessor("gfx942")
-    # 512 registers per lane and unit, four units: 256 leave two wavefronts each.
+    # 512 registers per lane in each of four units: 256 allow two wavefronts per unit.
     assert blocks_at_once(unit, registers=256, shared_bytes=0, num_warps=4) == 2
     assert blocks_at_once(unit, registers=257, shared_bytes=0, num_warps=4) == 1
     assert blocks_at_once(unit, registers=64, shared_bytes=32 * 1024, num_warps=4) == 2

@@ -13,7 +13,7 @@ BLOCK = 128
 def _by_hand(
     kernel: AttentionKernel, length: int, head_dim: int, causal: bool, queries: int, keys: int
 ) -> tuple[float, float]:
-    """Walks over all programs and counts what each loads and stores, and every visible pair."""
+    """Returns FLOPs and moved bytes, counted over all programs and visible pairs."""
     pairs = sum(1 for i, j in itertools.product(range(length), repeat=2) if not causal or j <= i)
     row = 2 * head_dim
     moved = 0

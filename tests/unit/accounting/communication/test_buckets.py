@@ -1,4 +1,4 @@
-"""How buckets divide a list; that they are those of the containers is tested with them."""
+"""Tests of bucket division; tests of the containers check that theirs is the same."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -18,7 +18,7 @@ axes = st.integers(1, 3)
 def _times(
     batch: float, d_ff: int, fsdp: float, tensor: float, gamma: float, of_fsdp: int, of_tensor: int
 ) -> tuple[float, float, float]:
-    """Weights, activations and computing, in the formula's unit."""
+    """Returns the times of weights, activations and compute, in the formula's unit."""
     return (
         d_ff / (tensor * of_fsdp),
         batch / (fsdp * of_tensor),

@@ -1,4 +1,4 @@
-"""Compute and transfers side by side, against arithmetic by hand, the recurrence and the bound."""
+"""Tests the overlap simulator against hand calculation, the recurrence and the planner's bound."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def _transfer(seconds: float, after: int, contention: Contention = NO_CONTENTION
 
 def test_what_ends_after_compute_is_exposed() -> None:
     segments = [ComputeSegment(seconds=2.0), ComputeSegment(seconds=2.0)]
-    # The first is ready at 2 and gone at 5, the second follows until 6; compute ends at 4.
+    # The first transfer runs from 2 to 5, the second from 5 to 6; compute ends at 4.
     simulated = simulate_overlap(segments, [_transfer(3.0, 1), _transfer(1.0, 2)])
     assert simulated.exposed_s == pytest.approx(2.0)
     assert simulated.lost_s == 0
@@ -37,17 +37,17 @@ def test_a_segment_waits_for_the_transfers_that_it_needs() -> None:
     simulated = simulate_overlap(
         segments, [_transfer(2.0, 0), _transfer(3.0, 1)], wait_for_all=False
     )
-    # Until 2 for the first message, until 5 for the second.
+    # Compute waits from 1 to 2 for the first transfer, and from 3 to 5 for the second.
     assert simulated.exposed_s == pytest.approx(1.0 + 2.0)
 
 
 def test_both_slow_each_other_while_both_go_on() -> None:
-    # Beside compute the transfer takes 4 instead of 2 and costs half of a second.
+    # During compute, the transfer takes 4 s instead of 2 and costs compute 0.5 s.
     contention = Contention(lost_s_per_byte=0.005, slowdown=2.0)
     simulated = simulate_overlap([ComputeSegment(seconds=10.0)], [_transfer(2.0, 0, contention)])
     assert simulated.lost_s == pytest.approx(0.5)
     assert simulated.exposed_s == 0
-    # Compute of 1.75 ends after 2, when half of the transfer is left; nothing slows it then.
+    # Compute of 1.75 s ends at 2 s with half of the transfer left, which then runs at full speed.
     simulated = simulate_overlap([ComputeSegment(seconds=1.75)], [_transfer(2.0, 0, contention)])
     assert simulated.lost_s == pytest.approx(0.25)
     assert simulated.exposed_s == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""What one block keeps for backward, told from models that differ by one."""
+"""Bytes that one block saves for backward: the difference of models with two layers and one."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from paceline.core import BatchShape, ModelShape
 
 
 def block_bytes(shape: ModelShape, batch: BatchShape, **options: Any) -> int:
-    """Returns what autograd keeps of one block when forward is over."""
+    """Returns the bytes that autograd saves for one block in forward."""
     one, two = (
         saved_for_backward_bytes(
             dataclasses.replace(shape, num_layers=num_layers), batch, **options

@@ -1,4 +1,4 @@
-"""What the formulas expect of activations, against what torch saves and allocates."""
+"""Tests the activation formulas against what torch saves and allocates."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, how it runs, and its batch."""
+    """A model, its settings and its batch."""
 
     shape: ModelShape
     batch: tuple[int, int]
@@ -59,13 +59,13 @@ class Case:
         return f"{size}-{self.batch[0]}x{self.batch[1]}-{how}"
 
     def saved_arguments(self) -> tuple[ModelShape, BatchShape, Checkpointing]:
-        """Returns what the formulas take by position."""
+        """Returns the positional arguments of the formulas."""
         batch = BatchShape(num_sequences=self.batch[0], context_length=self.batch[1])
         return self.shape, batch, self.checkpointing
 
     @property
     def peak(self) -> int:
-        """The predicted peak where gradients go into buckets."""
+        """The predicted peak if gradients are stored in buckets."""
         return peak_activation_bytes(
             *self.saved_arguments(), precision=PRECISIONS[self.precision], attention=self.attention
         )
@@ -95,7 +95,7 @@ class _Pass:
         torch.autograd.backward(self.forward())
 
     def saved_bytes(self) -> int:
-        """Returns the bytes of all storages that autograd packs, but for what is there anyway."""
+        """Returns the bytes that autograd saves, without parameters, buffers and the batch."""
         others = {
             tensor.untyped_storage().data_ptr()
             for tensor in (*self.model.parameters(), *self.model.buffers())
@@ -115,21 +115,21 @@ class _Pass:
         )
 
     def peak(self) -> int:
-        """Returns the most that a later step allocates, when there are gradients to add to."""
+        """Returns the peak allocation of a later step, which adds to existing gradients."""
         self.forward_and_backward()
         return peak_allocations({"step": self.forward_and_backward})["step"]
 
 
 @pytest.fixture
 def without_scratch() -> Iterator[None]:
-    """Multiplies 16-bit matrices without oneDNN, whose scratch memory depends on the processor."""
+    """Disables oneDNN: its scratch memory for 16-bit matmuls depends on the processor."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draws shapes of all proportions; degenerate ones are common."""
+    """Draws shapes of all proportions, many of them degenerate."""
     num_kv_heads = draw(st.integers(1, 3))
     context = draw(st.integers(1, 20))
     shape = ModelShape(
@@ -192,7 +192,7 @@ def test_copies_of_weights_are_counted_apart(
 ) -> None:
     case = Case(shape=SHAPES[name], batch=(2, 8), precision=precision, checkpointing=checkpointing)
     model = _Pass(case).model
-    # A recomputed block keeps no copies: what is left are the final norm and the head.
+    # Recomputed blocks save no copies, which leaves the final norm and the head.
     last = [model.final_norm, model.head]
     modules: list[nn.Module] = last if checkpointing == "full" else list(model.modules())
     matrices = {module.weight for module in modules if isinstance(module, nn.Linear)}
@@ -240,7 +240,7 @@ def test_the_peak_is_that_of_the_allocations(case: Case) -> None:
     if case.shape.d_ff >= case.shape.d_model:
         assert case.peak == measured
     else:
-        # It may be in attention then, and its kernel's scratch memory is not counted.
+        # The peak may then be in attention, whose kernel's scratch memory is not counted.
         assert case.peak == pytest.approx(measured, rel=0.05)
 
 
@@ -301,7 +301,7 @@ def test_the_peak_with_scratch_memory_is_close(case: Case) -> None:
 def test_gradients_that_stay_where_they_were_made_add_to_the_peak(
     name: str, precision: str
 ) -> None:
-    # Few tokens: the most is held when the gradients of the weights are almost complete.
+    # With few tokens, the peak occurs when the weight gradients are almost complete.
     for batch in ((1, 4), (4, 64)):
         case = Case(shape=SHAPES[name], batch=batch, precision=precision)
         run = _Pass(case)

@@ -1,4 +1,4 @@
-"""The tape by itself: what is kept, what is added in place, and what a peak holds."""
+"""Tests of the autograd tape: saved buffers, in-place accumulation and peaks."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_what_two_operations_keep_counts_once() -> None:
 
 
 def _two_uses(*, gives_views: bool) -> int:
-    """Returns the peak where two gradients of ten bytes meet."""
+    """Returns the peak when two gradients of ten bytes are added."""
     tape = Tape()
     x = tape.operate([_parameter(0)], 0, gradient_bytes=[0])
     parts = [tape.operate([x], 0, gradient_bytes=[10], gives_views=gives_views) for _ in range(2)]
@@ -42,8 +42,8 @@ def test_gradients_stay_only_where_they_are_kept() -> None:
         tape.drop(x)
         tape.play_back(y, tape.allocate(1))
         peaks.append(tape.peak_bytes)
-    # The result, its gradient and that of x with one weight's; or, when the result's has gone, the
-    # result, the gradient of x, and both weights'.
+    # Without kept gradients: the result, its gradient, the gradient of x and one weight gradient.
+    # With them: the result, the gradient of x and both weight gradients; the result's is freed.
     assert peaks == [1 + 1 + 1 + 100, 1 + 1 + 200]
 
 
@@ -89,5 +89,5 @@ def test_a_checkpoint_keeps_its_input_and_runs_again() -> None:
     tape.drop(x)
     tape.play_back(y, tape.allocate(4))
     assert runs == [False, True]
-    # Input, state, result, its gradient, and again the middle with its gradient.
+    # Input, state, result, its gradient, and the recomputed middle with its gradient.
     assert tape.peak_bytes == 4 + 7 + 4 + 4 + 50 + 50

@@ -80,7 +80,7 @@ def test_formats_and_scores_are_in_the_working() -> None:
     plan = StepPlan(shape=SMALL, batch=BATCH, strategy="torch_ddp")
     low = dataclasses.replace(plan, precision=precision_preset("bfloat16"))
     scored = dataclasses.replace(plan, attention="naive")
-    # With so few tokens, the copies of weights take more than the activations save.
+    # With few tokens, the bf16 copies of weights take more than the bf16 activations save.
     assert plan.peak_bytes(2) < low.peak_bytes(2)
     many = BatchShape(num_sequences=16, context_length=512)
     low_many, plan_many, scored_many = (
@@ -88,7 +88,7 @@ def test_formats_and_scores_are_in_the_working() -> None:
     )
     assert low_many < plan_many < scored_many
     explanation = explain_memory(low, 2)
-    # Two bytes for every weight of a matrix, the head's among them.
+    # Two bytes for every matrix weight, including the head's.
     weights = count_parameters(SMALL).total - 25 * SMALL.d_model - 10_000 * SMALL.d_model
     assert explanation.values["saved_weight_copy_bytes"] == 2 * weights
     assert "autocast to bfloat16" in explanation.render()

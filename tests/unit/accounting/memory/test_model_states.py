@@ -35,7 +35,7 @@ def test_states_of_the_courses_xl_on_two_ranks(
 ) -> None:
     states = model_state_bytes(XL, Precision(), strategy, 2)
     total = states.parameters + states.gradients + states.optimizer_state
-    # Counters and flags: at most 12 bytes for each of its tensors.
+    # Counters and flags: at most 12 bytes per tensor.
     num_tensors = len(parameter_sizes(XL))
     assert 0 <= total - bytes_per_parameter * PARAMETERS <= 12 * num_tensors
 
@@ -69,10 +69,10 @@ def test_shares_add_up_to_the_whole(strategy: StrategyName, world_size: int) -> 
         (SHARDED_PARAMETERS, whole.parameters, states.parameters),
     ):
         if strategy in SHARDED_PARAMETERS:
-            # Of every matrix less than a row per rank, and its longest row has 6400 numbers.
+            # Padding is less than a row per matrix and rank; the longest row has 6400 numbers.
             assert 0 <= own_bytes * world_size - whole_bytes < 6400 * tensors * world_size
         elif strategy in names:
-            # A share is filled up by less than 16 bytes and one element, in each of its units.
+            # Padding of a shard is less than 16 bytes and one element per unit.
             assert 0 <= own_bytes * world_size - whole_bytes <= 20 * world_size * tensors
         else:
             assert 0 <= own_bytes - whole_bytes <= 20 * world_size * tensors
@@ -80,7 +80,7 @@ def test_shares_add_up_to_the_whole(strategy: StrategyName, world_size: int) -> 
 
 def test_whole_parameters_are_dealt_to_the_rank_that_has_least() -> None:
     shape = ModelShape(vocab_size=10, d_model=4, d_ff=8, num_layers=1, num_heads=1)
-    # 40, 40, 32, 32, 32, four times 16 and three times 4: the three ranks are dealt 40 + 32 + 16,
+    # Sizes 40, 40, 32, 32, 32, four of 16 and three of 4: the three ranks get 40 + 32 + 16,
     # 40 + 16 + 16 + 4 + 4 + 4 and 32 + 32 + 16.
     states = model_state_bytes(shape, Precision(), "torch_zero", 3)
     assert sum(parameter_sizes(shape)) == 252
@@ -110,7 +110,7 @@ def test_the_parts_add_up() -> None:
 
 
 def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
-    # One token, so that the peak is where the largest bucket is full.
+    # With one token, the peak occurs when the largest bucket is full.
     shape = ModelShape(vocab_size=64, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
     one_token = BatchShape(num_sequences=1, context_length=1)
     held = {
@@ -119,7 +119,7 @@ def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
     }
     largest = 4 * max(map(sum, state_units(shape, "sharded", 4, 25.0)))
     for world_size in (4, 8):
-        # Each of n - 1 ranks sends the n-th part of its bucket.
+        # Each of the n - 1 other ranks sends 1/n of its bucket.
         more = held[world_size]["before_step"].activations - held[2]["before_step"].activations
         assert more == largest * (1 / 2 - 1 / world_size)
 

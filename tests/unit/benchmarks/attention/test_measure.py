@@ -101,7 +101,7 @@ def test_the_peak_of_tiles_is_known_to_the_byte(
 
 
 def slopes(lengths: Sequence[int], values: Sequence[float]) -> list[float]:
-    """The bytes that each further token takes, from each length to the next."""
+    """Returns the bytes per additional token, from each length to the next."""
     points = itertools.pairwise(zip(lengths, values, strict=True))
     return [(after[1] - before[1]) / (after[0] - before[0]) for before, after in points]
 
@@ -118,7 +118,7 @@ def test_tiles_take_memory_in_proportion_to_the_tokens(dtype: str) -> None:
             tiled_attention_peak_bytes(case.batch, 32, element_bytes(case), causal=True)
         )
     assert slopes(LENGTHS, measured) == pytest.approx(slopes(LENGTHS, expected), rel=0.05)
-    # From 4,096 on, when a tile has all its keys, what a token takes no longer changes.
+    # From 4,096 tokens on, tiles have their full width and the bytes per token are constant.
     assert len(set(slopes(LENGTHS[2:], expected[2:]))) == 1
     assert [value * LENGTHS[0] for value in saved] == [saved[0] * length for length in LENGTHS]
 
@@ -128,7 +128,7 @@ def test_stored_scores_take_memory_with_the_square_of_the_tokens() -> None:
     runs = [AttentionRun(make_case(length, batch=1), CPU) for length in lengths]
     for values in ([run.saved_bytes() for run in runs], [run.peak_bytes() for run in runs]):
         first, second = slopes(lengths, values)
-        # Between n and 2n a square grows by 3n per token, and vectors as ever.
+        # Between n and 2n, a square grows by 3n per token, and vectors grow at a constant rate.
         assert 1.9 < second / first < 2.05
 
 
@@ -256,5 +256,5 @@ def test_the_triton_kernels_keep_and_take_linear_memory() -> None:
     run.both()
     saved = attention_saved_bytes("triton", case.batch, 64, 4, causal=True)
     assert run.saved_bytes() == saved
-    # One matrix of scores alone would be a GiB.
+    # One matrix of scores alone would take 1 GiB.
     assert run.peak_bytes() < 4 * saved + 64 * MIB

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/benchmarking-a-step.md, with the hardware table."""
+"""Checks the arithmetic of docs/benchmarking-a-step.md against the hardware table."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ def test_attention_that_outruns_the_peak_was_not_synchronised() -> None:
 
 
 def test_a_kernel_at_two_hundredths_of_the_peak_multiplied_in_float32() -> None:
-    """The arithmetic of docs/attention.md."""
+    """Checks the arithmetic of docs/attention.md."""
     flops = 4 * 32768**2 * 128 / 2
     assert flops == pytest.approx(275e9, rel=0.01)
     reached = flops / 13.56e-3

@@ -38,7 +38,7 @@ def test_peaks_are_exact_per_phase() -> None:
 
 
 def test_the_resident_peak_follows_and_resets() -> None:
-    reset_resident_peak()  # Other tests may have been higher.
+    reset_resident_peak()  # Other tests may have raised it.
     before = resident_peak_bytes()
     block = torch.ones(200 * MIB // 4)
     assert resident_peak_bytes() >= before + 150 * MIB
@@ -67,7 +67,7 @@ def test_a_later_step_shows_all_states(phase: str, copies: int) -> None:
     parameters = storage_bytes(step.model.parameters())
     step.run()
     memory = step.memory()
-    # Weights, gradients and both moments are there at once; activations of 8 tokens are not much.
+    # Weights, gradients and both moments coexist; activations of 8 tokens are small.
     assert copies * parameters < memory["peak_before_optimizer_bytes"] < (copies + 0.6) * parameters
     if phase == "train":
         peak = memory["peak_after_optimizer_bytes"]

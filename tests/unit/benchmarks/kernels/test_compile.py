@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 ROOT = pathlib.Path(__file__).parents[4]
 
-# One configuration of each compiler, of the widest head that must not spill. The ordinary run
-# compiles these; `paceline bench kernels` compiles all of them, into results/kernels.jsonl.
+# One configuration per compiler, with the widest head that must not spill. The slow test compiles
+# these; `paceline bench kernels` compiles all configurations into results/kernels.jsonl.
 SUBSET = KernelSweep(
     architecture=("sm80", "sm90", "sm100", "gfx942"),
     head_dim=(128,),
@@ -26,7 +26,7 @@ LIMITS = {"sm80": 166_912, "sm86": 101_376, "sm90": 232_448, "sm100": 232_448, "
 
 
 def assert_sound(record: Record) -> None:
-    """Checks what every default configuration of heads of 64 and 128 must hold to."""
+    """Checks the requirements of default configurations for head dimensions 64 and 128."""
     assert record.outcome == "ok", record.reason
     metrics = {name: metric.value for name, metric in record.metrics.items()}
     assert metrics["spill_bytes"] == 0, record.case

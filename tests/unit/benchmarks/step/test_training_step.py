@@ -54,7 +54,7 @@ def test_rates_follow_from_the_step_time() -> None:
     assert tokens_per_s == pytest.approx(32 / metrics["step_time_s"].value)
     flops = flops_per_token(case.shape, 16)
     assert metrics["model_flops_per_s"].value == pytest.approx(tokens_per_s * flops.model)
-    # This processor's peak is in no document, so there is nothing to divide by.
+    # No peak is documented for this processor, so there is no utilization.
     assert not any("utilization" in name for name in metrics)
 
 

@@ -1,4 +1,4 @@
-"""What ranks are known not to have room for, before any of them is started."""
+"""Tests that comparisons that exceed memory are refused before any rank starts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ STATES = 16 * count_parameters(CASE.shape).total
 
 
 def obstacle(usable: float, strategies: list[StrategyName], **topology: object) -> str | None:
-    """Asks on behalf of four ranks."""
+    """Returns why four ranks cannot run the strategies, or None."""
     ranks: Any = SimpleNamespace(
         run=lambda _function: int(usable),
         world_size=4,

@@ -1,4 +1,4 @@
-"""Attention in, findings out: growth, compilation, implementations, kernels."""
+"""Tests of findings about attention: growth, compilation, implementations, kernels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,21 +44,21 @@ def _rated(rate: float | None, **case: Any) -> list[Record]:
 
 
 def _halved(seconds: float, spread: Sequence[float] = STEADY) -> list[Record]:
-    """Two lengths in both dtypes, of which the longer one in bf16 takes so long."""
+    """Returns two lengths in both dtypes; the longer one in bf16 takes `seconds`."""
     records = [_attention(0.5, context=context, **SDPA) for context in (4096, 1024)]
     records += [_attention(seconds, spread=spread, context=4096, **HALF, **SDPA)]
     return [*records, _attention(), _attention(**HALF, **SDPA)]
 
 
 def _compiled(seconds: float, spread: Sequence[float] = STEADY) -> list[Record]:
-    """Two lengths, the shorter of which takes 0.9 times as long compiled, and one that is lost."""
+    """Returns two lengths, compiled 0.9 times as long and `seconds`, and one that was skipped."""
     longest = [_attention(seconds, spread=spread, context=2048, saved=2e5, **WHOLE)]
     longest += [_attention(spread=spread, context=2048), _lost(context=9)]
     return [*longest, _attention(context=512), _attention(0.9, context=512, **WHOLE)]
 
 
 def _grown(first: float, last: float) -> list[Record]:
-    """From 1024 to 2048 tokens the time grows eight times, and the saved bytes as given."""
+    """Returns records with an eightfold time and given saved bytes from 1024 to 2048 tokens."""
     plain = {"causal": False}
     wide = {"head_dim": 128, **plain}
     records = [_attention(8.0, context=2048, saved=last, **plain), _attention(saved=first, **plain)]
@@ -88,11 +88,11 @@ COMPILE, CALCULATED = answers.answer_compiled_attention, answers.calculate_naive
         (FLASH, APART, "nothing_to_compare", {}),
         (FLASH, APART, "all_cases_ran", {"num_cases": 2}),
         (FLASH, APART, FASTEST, None),
-        # The longest at which most of them ran.
+        # The longest length at which most implementations ran.
         (FLASH, SEVERAL, FASTEST, {"time_s": 0.5, "naive_time_s": 1, "says": "length 1024"}),
         (FLASH, SEVERAL, FASTEST, {"peak_bytes": 1e6, "naive_peak_bytes": 3e6, "says": "sdpa is"}),
         (FLASH, SEVERAL, FASTEST, {"says": ["naive takes 2 times", "more)", "2.86 MiB."]}),
-        # Of compiled attention there are other questions.
+        # Another answer covers compiled attention.
         (FLASH, [_attention(**WHOLE), _attention(**WHOLE, **SDPA)], FASTEST, None),
         (FLASH, _rated(1e12), RATE, {"flops_per_s": 1e12, "says": "peak is unknown"}),
         (FLASH, _rated(None), RATE, None),

@@ -1,4 +1,4 @@
-"""Findings in collectives follow from the records, on processors, links and GPUs."""
+"""Tests that findings about collectives follow from the records, on CPUs, links and GPUs."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ NVLINK = ("NVLink 4", "450 GB/s", "The link is the bottleneck")
 
 
 def _comm(size: int = MB, bus: float = 1e9, **case: Any) -> Record:
-    """An all-reduce with a bus bandwidth; one rank has none and takes a millisecond."""
+    """Returns an all-reduce with a bus bandwidth; one rank has none and takes 1 ms."""
     factor = float(bus_factor("all_reduce", case.get("world_size", 2)))
     seconds = size * factor / bus or 1e-3
     metrics = {"time_s": seconds, "algorithm_bandwidth_bytes_per_s": size / seconds}
@@ -39,7 +39,7 @@ def _fit(latency_s: float, **case: Any) -> list[Record]:
 
 
 def _sizes(small: float) -> list[Record]:
-    # The last is of other threads, and so no part of the curve.
+    # The last record has another number of threads, so it is not part of the curve.
     return [_comm(bus=small), _comm(100 * MB), _comm(200 * MB, 1e6, threads=2)]
 
 
@@ -57,11 +57,11 @@ ONE_CURVE, CROWDED = {SIZES: {"world_size": 2}, RANKS: None}, "4 ranks share 2 p
 @pytest.mark.parametrize(
     ("records", "expected"),
     [
-        # A megabyte takes a millisecond.
+        # 1 MB takes 1 ms.
         (_fit(8e-4), {LATENCY: {"latency_s": 8e-4, "latency_share": 0.8, "error_share": 0.05}}),
         (_fit(2e-3), {LATENCY: {"latency_share": 1.0}}),
         (_fit(0.0), {LATENCY: {"latency_s": 0.0, "latency_share": 0.0}}),
-        # Fits of other ranks, sizes or machines say nothing of these.
+        # Fits of other ranks, sizes or machines do not apply.
         (_fit(8e-4, world_size=4), {LATENCY: None}),
         (_fit(8e-4, threads=2), {LATENCY: None}),
         (_fit(8e-4, hardware="another"), {LATENCY: None}),
@@ -70,13 +70,13 @@ ONE_CURVE, CROWDED = {SIZES: {"world_size": 2}, RANKS: None}, "4 ranks share 2 p
         (_sizes(0.5e9), {SIZES: {"small_bytes_per_s": 0.5e9, "says": "more (+100%)"}}),
         (_sizes(2e9), {SIZES: {"large_bytes_per_s": 1e9, "says": "less (-50%)", "remedy": ""}}),
         (_sizes(0.92e9), {SIZES: {"says": "within 10% (+9%)"}}),
-        # Ranks are compared at a size that both have.
+        # Numbers of ranks are compared at a size that both have.
         (_ranks(0.95e9), {RANKS: {"many_bytes_per_s": 0.95e9, "says": ("10 MB", "10% (-5%)")}}),
         (_ranks(0.5e9), {RANKS: {"few_bytes_per_s": 1e9, "says": ("less", CROWDED)}}),
         (_ranks(0.5e9, 8), {RANKS: {"says": "less", "remedy": ""}}),
         (_ranks(2e9, num_hosts=4), {RANKS: {"few_ranks": 2, "many_ranks": 4, "says": "more"}}),
         ([*_two(), _comm(100 * MB, world_size=4)], ONE_CURVE),
-        # Throughput is held against a link whose rate is known.
+        # Throughput is compared only with a link whose rate is known.
         (_two(), {LOOPBACK: {"bus_bytes_per_s": 1e9}, UNKNOWN: None, LINK: None}),
         (_two(link_rate_bits_per_s=2e9), {LOOPBACK: {}, LINK: None}),
         (_two(**UNSHAPED), {UNKNOWN: {"says": "stream reached 20 Gbit/s"}, LINK: None}),
@@ -87,7 +87,7 @@ ONE_CURVE, CROWDED = {SIZES: {"world_size": 2}, RANKS: None}, "4 ranks share 2 p
         (_two(5.1e11, **GPU), {LINK: {LINK: 1.133, "says": "did not go over this link"}}),
         (_two(0.5e9, **LAB), {LINK: {LINK: 0.5, "says": "shaped to 8 Gbit/s"}, LOOPBACK: None}),
         (_two(0.5e9, world_size=4, **LAB), {LINK: {"bus_bytes_per_s": 0.5e9}}),
-        # One rank tells nothing.
+        # One rank does not communicate.
         (_two(world_size=1), {}),
         (_two(world_size=1, **GPU), {}),
         ([*_two(world_size=1, **GPU), *_two(4e11, **GPU)], ONE_CURVE),

@@ -1,4 +1,4 @@
-"""Traced steps in, findings out: of one run on one machine, and of its memory."""
+"""Tests of findings about traced steps and their memory, for each run and machine."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges
 pytestmark = pytest.mark.usefixtures("no_pictures")
 MIB = 2**20
 LAPTOP, SERVER = map(record_factory.profile_environment, ("laptop", "server"))
-# A profile stamps its records one by one, so they may be a second apart.
+# A profile timestamps its records one by one, so they may be a second apart.
 NEXT_SECOND = record_factory.profile_environment(time=EARLY.replace("00+", "01+", 1))
 
 
@@ -34,7 +34,7 @@ def _attention(softmax_s: float, matmul_s: float, **case: Any) -> list[Record]:
 
 COUNTED = profile(TRAIN, expected={"forward": 2e9, "backward": 4e9})
 WRONG = profile(TRAIN, expected={"forward": 4e9}, num_layers=3)
-# The kernels of a GPU have no FLOPs to count, and a fused attention multiplies inside.
+# GPU kernels report no FLOPs, and fused attention contains its matmuls.
 KERNELS = _forward(("matmul", "sgemm_128x64", 0.6, 31, 0), ("other", "kernel", 0.4, 9, 0))
 FUSED = _forward(("matmul", "aten::mm", 0.6, 15, 1e9), ("attention", "aten::sdpa", 0.4, 2, 1e9))
 GPU = profile(KERNELS, expected={"forward": 2e9})
@@ -130,7 +130,7 @@ HALF, LONG = {"precision": "bfloat16"}, {"context": 512}
 
 
 def _memory(**changes: Any) -> list[Record]:
-    """Memory at the peak in MiB by part, with the prediction that a table needs."""
+    """Returns the memory at the peak, in MiB by part, and the prediction that a table needs."""
     parts = {name: changes.pop(name, 0) * MIB for name in PARTS}
     record = record_factory.memory_record(**{**MODEL, "phase": "train", **changes})
     metrics = {f"{name}_at_peak_bytes": Metric(value=size) for name, size in parts.items()}
@@ -141,7 +141,7 @@ def _memory(**changes: Any) -> list[Record]:
 
 
 def _allocations(*allocations: tuple[Any, ...]) -> list[Record]:
-    """A step, and the number, size, environment and count of its allocations."""
+    """Returns a step and its allocations, each given by number, size, environment and count."""
     records = _memory(**STATES)
     for number, size, environment, *count in allocations:
         case = {"subject": subject_of(records[0]), "number": number, "category": "temporary"}
@@ -175,7 +175,7 @@ LATER = (3, MIB, record_factory.profile_environment(time=LATE))
         (PHASES, "forward_peak", {"peak": 60, "part": 30}, "other"),
         (PHASES, PEAK, {"peak": 30, "part": 20}, "optimizer state"),
         (_memory(), PEAK, None, ""),
-        # Allocations are those of the same run.
+        # Only allocations of the same run are used.
         (_allocations(SERVED), LARGEST, None, ""),
         (_allocations(SERVED, (2, 2 * MIB, LAPTOP)), LARGEST, {"size": 2}, ""),
         (_allocations((2, 9, LAPTOP), LATER), LARGEST, {}, PLACE),

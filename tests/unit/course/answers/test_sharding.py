@@ -1,4 +1,4 @@
-"""Findings in the time and memory of sharding follow from the records."""
+"""Tests that findings about the time and memory of sharding follow from the records."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
 
 def _record(strategy: str, step: float = 1.0, spread: Any = STEADY, **options: Any) -> Record:
-    """A step whose peaks are 1, 4 and 3 GiB for each of its seconds, and its state as given."""
+    """Returns a step with peaks of 1, 4 and 3 GiB per second of step time, and a given state."""
     metrics: dict[str, Any] = {
         "step_time_s": [step * factor for factor in spread],
         "optimizer_time_s": [step**2 / 8 * factor for factor in spread],
@@ -29,7 +29,7 @@ def _record(strategy: str, step: float = 1.0, spread: Any = STEADY, **options: A
 
 def test_time() -> None:
     names = ("torch_ddp", "sharded_optimizer")
-    for step, spread, verdict in ((1.2, STEADY, "more"), (1.8, (1.0, 1.0), "too few samples, 2")):
+    for step, spread, verdict in ((1.2, STEADY, "more"), (1.8, (1.0, 1.0), "from only 2 samples")):
         pair = [_record(names[0], 1.0, spread), _record(names[1], step, spread)]
         figures = {"step_ratio": step, "optimizer_ratio": step**2, "step_s": step}
         figures |= {"unsharded_step_s": 1.0, "says": (names[1], verdict)}

@@ -1,4 +1,4 @@
-"""Steps in, findings out: phases and sizes, warm-up, precision, compilation."""
+"""Tests of findings about steps: phases and sizes, warm-up, precision, compilation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def _step(
     flops_per_s: float = 1e9,
     **case: Any,
 ) -> Record:
-    """A step whose samples are its times multiplied by factors, 0.1 s of it outside of phases."""
+    """Returns a step with samples of time x factor; 0.1 s of the step are outside its phases."""
     times = {"forward": forward, "backward": backward, "optimizer": optimizer}
     times["step"] = sum(times.values()) + 0.1
     record = step_record(**{**MODEL, **case})
@@ -63,7 +63,7 @@ PAIR = [_step(0.2, 0.4), _step(0.2, 0.1, **HALF)]
 GAINED = [_step(0.2), _step(**WHOLE)]
 ONE = {"factors": (1.0,)}
 SGD = msgspec.structs.replace(_step(), case={**_step().case, "optimizer": "sgd"})
-# Shapes of one name are not divided by each other.
+# Shapes that share a name are not compared with each other.
 NAMESAKES = [_step(1.0, 2.0, **LARGE), _step(**CUSTOM), LOST, _step(0.25, 0.5, **LARGE, **HALF)]
 NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
 
@@ -71,7 +71,7 @@ NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
 @pytest.mark.parametrize(
     ("answer", "records", "expected"),
     [
-        # Of the step that was measured, not of the sum of its phases.
+        # The share is of the measured step, not of the sum of its phases.
         (SIZED, [_step()], {LONGEST: {"share": 0.4, "step_time_s": 0.5, "forward_time_s": 0.1}}),
         (SIZED, [_step(0.3)], {"forward_takes_longest": {"share": 0.3 / 0.7}, LONGEST: None}),
         (SIZED, [_step(), LOST], {LONGEST: {"says": "step of small takes"}, RATE: None}),
@@ -79,12 +79,12 @@ NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
         (SIZED, [_step(0.1, 0.219)], {BACKWARD: {"expected_ratio": 2, "says": "within 10% (+9%)"}}),
         (SIZED, [_step(0.1, 0.29, **FULL)], {BACKWARD: {"expected_ratio": 2.994}}),
         (SIZED, [_step(**ONE)], {"spread_unknown": {}, SPREAD: None}),
-        # The least steady phase of all models.
+        # The phase with the largest spread, over all models.
         (SIZED, UNSTEADY, {SPREAD: {"spread_share": 1.041, "says": UNSTEADY_TEXTS}}),
         (SIZED, [_step()], {SPREAD: {"spread_share": 0.00707, "says": "of small.", "remedy": ""}}),
         (SIZED, FASTER, {RATE: {"step_time_ratio": 2, "says": ["(+100%)", "larger batch"]}}),
         (SIZED, FASTER, {RATE: {"first_flops_per_s": 1e9, "last_flops_per_s": 2e9}}),
-        # The largest group of those at one place answers.
+        # The largest group of comparable steps is used.
         (SIZED, [*FASTER, _step(batch=8)], {RATE: {"parameter_ratio": 8.79}}),
         (SIZED, SLOWER, {RATE: {"says": ["95 k parameters) to custom (835 k", "(-50%)."]}}),
         (SIZED, [_step(), _step(**HALF), _step(**HALF, num_layers=3)], {RATE: None}),
@@ -100,7 +100,7 @@ NAMESAKES += [_step(0.05, 0.1, **CUSTOM, **HALF)]
         (COMPILED, GAINED, {WHOLE_STEP: {"ratio": 5 / 6, "forward_ratio": 0.5, "says": ": less)"}}),
         (COMPILED, GAINED, {WHOLE_STEP: {"step_time_s": 0.5, "plain_step_time_s": 0.6}}),
         (COMPILED, [_step(**ONE), _step(**ONE, **WHOLE)], {WHOLE_STEP: {"says": FEW}}),
-        # Without times, or a baseline of the same model, nothing is answered.
+        # There is no answer without times or without a baseline of the same model.
         (SIZED, [_step(0.0)], {}),
         (SIZED, [msgspec.structs.replace(_step(), metrics={"step_time_s": Metric(value=1.0)})], {}),
         (SIZED, [LOST], {}),

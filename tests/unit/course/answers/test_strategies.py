@@ -1,4 +1,4 @@
-"""Findings in data-parallel steps: their names, figures and verdicts follow from the records."""
+"""Tests that findings about data-parallel steps follow from the records."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def _flat(step: float, exposed: float) -> list[Record]:
 
 
 def _buckets(*others: float, spread: Sequence[float] = STEADY) -> list[Record]:
-    """The best one of 25 MiB, and others of 1, 2 and so on."""
+    """Returns the best bucket size, 25 MiB, and others of 1 MiB, 2 MiB and so on."""
     sizes = [_step("bucketed", size, step, spread=spread) for size, step in enumerate(others, 1)]
     return [_step("bucketed", 25, spread=STEADY[: len(spread)]), *sizes]
 
@@ -121,7 +121,7 @@ def test_one_rank_and_failures_tell_nothing_of_communication(answer: Any) -> Non
 
 @pytest.mark.usefixtures("no_pictures")
 def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
-    # Round by round, each step is 2% shorter; from run to run, a machine changes by more.
+    # Round by round, each step is 2% shorter; from run to run, the machine varies by more.
     drifting = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
     later = msgspec.structs.replace(ENVIRONMENT, time="2026-01-03T00:00:00+00:00")
     bucketed = _step("bucketed", 25.0, 0.98, spread=drifting, **LAB)

@@ -1,4 +1,4 @@
-"""The manifest names its defects, and opens without decoding its shards."""
+"""Tests that a manifest survives a round trip, and that its defects are named."""
 
 import pathlib
 

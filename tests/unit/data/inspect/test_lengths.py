@@ -1,4 +1,4 @@
-"""Documents are counted by length, whichever shards they run through."""
+"""Tests of counting documents by length across shards, and of excerpts."""
 
 import collections
 import pathlib
@@ -14,7 +14,7 @@ from paceline.data.storage.local import LocalStorage
 from tests.unit.data.dataset_factory import write_dataset
 
 
-@settings(deadline=None)  # Its files are slow on a busy machine.
+@settings(deadline=None)  # Writing files is slow on a busy machine.
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30), shard=st.integers(1, 50))
 def test_every_document_counts_once(
     tmp_path_factory: "object", lengths: list[int], shard: int
@@ -23,7 +23,7 @@ def test_every_document_counts_once(
     write_dataset(directory, [np.ones(length) for length in lengths], shard_tokens=shard)
     storage = LocalStorage(directory)
     found = document_lengths(storage, read_manifest(storage), "train")
-    # Each is followed by the token that ends it.
+    # Each document is followed by its end token.
     expected = collections.Counter((length + 1).bit_length() - 1 for length in lengths)
     assert {place: count for place, count in enumerate(found.counts) if count} == dict(expected)
     assert found.num_documents == len(lengths)

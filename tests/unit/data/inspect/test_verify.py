@@ -1,4 +1,4 @@
-"""Every kind of damage is found and named; an intact dataset has no findings."""
+"""Tests that every kind of damage is found and named, and that intact datasets have no findings."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""Documents of other libraries become the same batches, and resume by their own states."""
+"""Tests that documents of other libraries give the same batches, and resume by their own state."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ LENGTH, BATCH = 8, 3
 
 
 class GrainLike:
-    """An iterator that tells and takes its state."""
+    """An iterator with `get_state` and `set_state`, as in Grain."""
 
     def __init__(self, documents: list[list[int]]) -> None:
         self._documents = documents

@@ -1,4 +1,4 @@
-"""Shards from a real S3 server: checked, cached within bounds, and fetched through failures."""
+"""Tests of the shard cache with a real S3 server: digests, size limit and retries."""
 
 import collections
 import contextlib
@@ -80,7 +80,7 @@ def test_batches_are_those_of_a_local_directory(dataset: str, tmp_path: pathlib.
 
 
 def test_a_windowed_epoch_stays_within_the_cache(dataset: str, tmp_path: pathlib.Path) -> None:
-    # 20,000 bytes of tokens through a cache for 13,000.
+    # 20,000 bytes of tokens pass through a cache of 13,000.
     config = make_config(
         dataset, tmp_path, window=50, cache_bytes=13_000, document_boundaries=False
     )
@@ -163,7 +163,7 @@ def test_a_damaged_file_of_the_cache_is_fetched_again(dataset: str, tmp_path: pa
 
 @contextlib.contextmanager
 def cutting_proxy(target: str, num_cuts: int) -> Iterator[tuple[str, list[int]]]:
-    """Passes connections on to a server, but cuts the first of them in the middle of an answer."""
+    """Forwards connections to a server, but cuts the first `num_cuts` in the middle of a reply."""
     where = urllib.parse.urlparse(target)
     listener = socket.create_server(("127.0.0.1", 0))
     cut_at: list[int] = []
@@ -177,11 +177,11 @@ def cutting_proxy(target: str, num_cuts: int) -> Iterator[tuple[str, list[int]]]
                 while answer := server.recv(500):
                     client.sendall(answer)
                     passed += len(answer)
-                    # Past the headers, before the 2,000 bytes of a shard are complete.
+                    # After the headers, before the 2,000 bytes of a shard are complete.
                     if passed >= 1000 and len(cut_at) < num_cuts:
                         cut_at.append(passed)
                         break
-                # Closing alone would wait for the other thread, which reads.
+                # Closing alone takes no effect while the other thread is blocked in a read.
                 for end in (client, server):
                     end.shutdown(socket.SHUT_RDWR)
 

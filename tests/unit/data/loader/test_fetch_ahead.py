@@ -1,4 +1,4 @@
-"""What is done ahead is done once, hides no owner from the collector and delays no end."""
+"""Tests that names are fetched once, and that fetching keeps neither owner nor program alive."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""Whatever the world sizes and however often a run is resumed, the stream is the same."""
+"""Tests that the stream is the same for all world sizes and after any number of resumes."""
 
 import itertools
 import pathlib
@@ -130,7 +130,7 @@ def test_a_batch_without_a_digest_cannot_be_audited(places: list[str]) -> None:
 
 
 def test_an_epoch_holds_each_sample_once(places: list[str]) -> None:
-    # 150 samples, 12 at a time: the epoch ends inside of a step.
+    # 150 samples, 12 per step: the epoch ends within a step.
     with TokenLoader(make_config(places[:1])) as loader:
         rows = np.concatenate([next(loader).rows for _ in range(25)])
     for epoch in (rows[:150], rows[150:]):
@@ -216,7 +216,7 @@ def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: pathlib.Path) -> 
         functions = [entry.name for entry in caught.traceback]
         assert "_make_items" in functions
         assert "_tokens" in functions
-        # When what was wrong is put right, it goes on where it was.
+        # After the problem is fixed, the loader continues where it was.
         (tmp_path / "elsewhere").rename(tmp_path / "train")
         assert [next(loader).step for _ in range(2)] == [0, 1]
 

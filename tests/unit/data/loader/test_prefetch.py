@@ -1,4 +1,4 @@
-"""The prefetching thread ends in every way that a program may end, and hides no error."""
+"""Tests that the prefetching thread always ends with its owner, and passes errors on."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Samples are the right tokens wherever they lie, and damage is named."""
+"""Tests that samples have the right tokens across shards, and that damage is named."""
 
 import os
 import pathlib
@@ -56,7 +56,7 @@ def test_every_sample_has_its_tokens_and_documents(
         assert batch.targets[row].tolist() == tokens[window.start + 1 : window.stop + 1].tolist()
         own = document_of[window]
         assert batch.document_ids[row].tolist() == (own - own[0]).tolist()
-        first_of = np.searchsorted(own, own)  # Where the document of each token begins in here.
+        first_of = np.searchsorted(own, own)  # Where each token's document begins here.
         assert batch.positions[row].tolist() == (np.arange(length) - first_of).tolist()
 
 

@@ -1,4 +1,4 @@
-"""10^13 tokens open at once: in milliseconds, in little memory, without torch."""
+"""Tests that a dataset of 10^13 tokens opens in milliseconds, in little memory, without torch."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from paceline.data.sampling.stream import SampleStream
 
 @pytest.mark.parametrize("context", data_seek.CONTEXTS)
 def test_a_sample_of_very_many_is_read_at_once(tmp_path: pathlib.Path, context: int) -> None:
-    # The manifest is of 10^5 shards; of their files, only those exist that are needed.
+    # The manifest lists 10^5 shards; only the files that are needed exist.
     num_samples = (data_seek.NUM_SHARDS * data_seek.SHARD_TOKENS - 1) // context
     first = data_seek.FIRST_SAMPLE
     stream = SampleStream([num_samples], weights=[1], seed=0)
@@ -28,7 +28,7 @@ def test_a_sample_of_very_many_is_read_at_once(tmp_path: pathlib.Path, context: 
         json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
         for _ in range(3)
     ]
-    # 42 ms on an idle machine; what others do beside it shows in one of the two clocks. Reading
-    # something of every shard takes seconds.
+    # 42 ms on an idle machine. Other load disturbs only one of the two clocks. Reading something
+    # of every shard would take seconds.
     assert min(min(each["cpu_time_s"], each["total_time_s"]) for each in rounds) < 1
     assert max(each["resident_peak_bytes"] for each in rounds) < 100e6

@@ -1,4 +1,4 @@
-"""Sequences by position are those of the loader, in any process."""
+"""Tests that sequences by position equal those of the loader, in any process."""
 
 import dataclasses
 import pathlib

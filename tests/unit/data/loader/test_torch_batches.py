@@ -1,4 +1,4 @@
-"""The torch faces give the loader's batches, also through (Stateful)DataLoader and its workers."""
+"""Tests that torch wrappers give the loader's batches, also in workers of (Stateful)DataLoader."""
 
 import itertools
 import pathlib

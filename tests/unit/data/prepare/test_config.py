@@ -1,4 +1,4 @@
-"""Options that make no sense are refused by their flag, and reading them loads nothing heavy."""
+"""Tests that invalid options are refused by flag name, and that configs import nothing heavy."""
 
 import pathlib
 import subprocess

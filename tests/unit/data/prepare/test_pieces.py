@@ -1,4 +1,4 @@
-"""Pieces cover every file once, whatever their sizes, and are never too many."""
+"""Tests that pieces cover every file of any size once, and that their number is bounded."""
 
 import itertools
 import pathlib

@@ -1,4 +1,4 @@
-"""What is prepared is what was in the files, whoever prepares it."""
+"""Tests that a prepared dataset has what its sources have, for any workers and interruptions."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ from tests.unit.data.s3_server import s3_server
 
 @pytest.fixture
 def corpus(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A corpus of many pieces."""
+    """Writes a corpus of many pieces; returns its directory."""
     monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", 4000)
     write_corpus(tmp_path / "corpus")
     return tmp_path / "corpus"
@@ -125,7 +125,7 @@ def test_a_finished_dataset_is_left_alone(corpus: pathlib.Path, tmp_path: pathli
     assert find_prepared(config) is None
     manifest = prepare(config)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    (out / "_work" / "pieces").mkdir(parents=True)  # As if it had been killed at the very end.
+    (out / "_work" / "pieces").mkdir(parents=True)  # As if killed at the very end.
     assert prepare(config) == find_prepared(config) == manifest
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
 
@@ -214,7 +214,7 @@ class _StopError(Exception):
 
 
 def _counting(function: Callable[..., Any], most: int) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns a list of calls, and a function that keeps it and stops before one too many."""
+    """Returns a list of calls, and a wrapper that fills it and raises after `most` calls."""
     calls: list[Any] = []
 
     def counted(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A tokenizer is trained on an even sample of the sources."""
+"""Tests that a tokenizer is trained on an even sample of the sources."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""The audit finds every sample that was not trained on exactly once, or with other tokens."""
+"""Tests that the audit finds samples that were skipped, repeated or had other tokens."""
 
 import itertools
 import pathlib
@@ -41,7 +41,7 @@ def test_digests_of_parts_add_up(cuts: set[int]) -> None:
 
 
 def test_a_digest_never_changes() -> None:
-    # A trail must be checkable by later versions.
+    # Later versions must be able to check existing trails.
     assert f"{digest_of(0, 20):016x}" == "8351afaf6c4d620b"
 
 

@@ -1,4 +1,4 @@
-"""Mixtures hold to their weights everywhere and count each source's stream without a gap."""
+"""Tests that every prefix of a mixture follows its weights, and that no source has gaps."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_every_prefix_holds_to_the_weights(weights: list[float], seed: int) -> N
     for source, weight in enumerate(weights):
         share = weight / sum(weights)
         counts = np.cumsum(sources == source)
-        # A sample of its own, the others' for its share, and one by rounding in each cycle.
+        # One sample of this source, its share of one per other source, and rounding in each cycle.
         most = 1 - share + share * (len(weights) - 1) + 2
         assert np.abs(counts - share * lengths).max() <= most
 

@@ -1,4 +1,4 @@
-"""Every epoch holds each sample once, in an order of its own, with and without windows."""
+"""Tests that each epoch has every sample once, in a different order, with and without windows."""
 
 import numpy as np
 import pytest

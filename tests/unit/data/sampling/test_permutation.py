@@ -1,4 +1,4 @@
-"""The permutation is a bijection, differs by key, and leaves no order behind."""
+"""Tests that the permutation is a bijection, differs by key, and leaves no visible order."""
 
 import numpy as np
 import pytest
@@ -41,13 +41,13 @@ def test_a_key_for_each_index_is_that_key_for_all() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    # A run that resumes under a new version must go on where it was.
+    # A run that resumes with a new version must keep its order.
     assert mix(np.array([1], dtype=np.uint64))[0] == 0x5692161D100B05E5
     assert permute(np.arange(10), 10, key_of((0, 0))).tolist() == [8, 0, 5, 7, 9, 6, 2, 4, 3, 1]
 
 
 def test_every_place_is_about_equally_likely() -> None:
-    # Chi-squared over 64 parts of where each part goes, over 200 keys.
+    # Chi-squared statistic of where each of 64 parts goes, over 200 keys.
     size, parts = 4096, 64
     counts = np.zeros((parts, parts))
     for seed in range(200):
@@ -63,7 +63,7 @@ def test_every_place_is_about_equally_likely() -> None:
 def test_neighbours_do_not_stay_together(size: int) -> None:
     permuted = permute(np.arange(1000), size, key_of((5,)))
     apart = np.abs(np.diff(permuted)) / size
-    assert 0.30 < apart.mean() < 0.37  # A third, as of two places at random.
+    assert 0.30 < apart.mean() < 0.37  # One third for two random places.
     assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 0.1
 
 

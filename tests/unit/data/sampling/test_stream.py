@@ -1,4 +1,4 @@
-"""The stream does not depend on how it is divided among steps and ranks."""
+"""Tests that the stream does not depend on its division into steps and ranks."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def test_each_source_has_its_own_epochs(
     again = stream.locate(np.arange(start + 500, start + 600))
     assert again[0].tolist() == sources[500:600].tolist()
     assert again[1].tolist() == samples[500:600].tolist()
-    # From the start of the stream, n samples of a source are its first epoch.
+    # From the start of the stream, every `size` samples of a source are one epoch.
     sources, samples = stream.locate(np.arange(4000))
     for source, size in enumerate(num_samples):
         own = samples[sources == source]

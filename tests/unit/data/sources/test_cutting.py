@@ -1,4 +1,4 @@
-"""Ranges that cover a stream cover each of its parts once, in bounded memory."""
+"""Tests that ranges that cover a stream yield each of its parts once, in bounded memory."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -35,7 +35,7 @@ def test_every_part_is_in_exactly_one_range(
     for text in content.split(separator):
         expected.append((place, text if len(text) <= 10 else None, len(text)))
         place += len(text) + len(separator)
-    # What follows a last separator starts where the file ends, in no range.
+    # The empty part after a final separator starts at the end of the file, in no range.
     expected = [each for each in expected if each[0] < len(content)]
     assert [part[:3] for part in found] == expected
 

@@ -1,4 +1,4 @@
-"""Sources are found in one order, and what cannot be read is named."""
+"""Tests that sources are found in a fixed order, and that unreadable ones are named."""
 
 import os
 import pathlib

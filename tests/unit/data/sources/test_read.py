@@ -1,4 +1,4 @@
-"""Files of every kind become the same documents, and what cannot is left out by name."""
+"""Tests that every kind of file gives the same documents, and that dropped ones are named."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def test_every_kind_gives_the_same_documents(tmp_path: pathlib.Path, name: str) 
         table = pyarrow.table({"id": list(range(30)), "text": DOCUMENTS})
         pyarrow.parquet.write_table(table, path, row_group_size=7)
     elif name.endswith(".gz"):
-        # Of several members, as tools that work in parallel write them.
+        # Several members, as parallel compressors write them.
         path.write_bytes(gzip.compress(content[:1000]) + gzip.compress(content[1000:]))
     elif name.endswith(".zst"):
         frame = zstandard.ZstdCompressor().compress

@@ -1,4 +1,4 @@
-"""Storages keep whole objects, locally and on a real S3 server."""
+"""Tests that storages keep whole objects, locally and on a real S3 server."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Cases of attention, and its formula in float64 to compare them with."""
+"""Test cases of attention, and the formula in float64 as a reference."""
 
 import dataclasses
 from typing import Literal, NamedTuple, get_args
@@ -14,7 +14,7 @@ Layout = Literal["heads", "tokens", "dims", "sliced", "expanded"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Shapes, a mask and how inputs lie in memory."""
+    """Shapes, a mask and the memory layout of the inputs."""
 
     batch: int = 1
     kv_heads: int = 1
@@ -34,7 +34,7 @@ class Case:
         def draw(heads: int, length: int) -> Tensor:
             size = (self.batch, heads, length, self.head_dim)
             tensor = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
-            if self.layout == "tokens":  # as the model has it
+            if self.layout == "tokens":  # the model's layout
                 return tensor.transpose(1, 2).contiguous().transpose(1, 2)
             if self.layout == "dims":
                 return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
@@ -50,7 +50,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, longest: int = 9) -> Case:
-    """Draws small cases; a diagonal may hide everything from some queries, or nothing."""
+    """Draws small cases; a diagonal may hide all keys from some queries, or none."""
     return Case(
         batch=draw(st.integers(1, 2)),
         kv_heads=draw(st.integers(1, 3)),
@@ -82,7 +82,7 @@ def expected_results(
     output_gradient: Tensor,
     lse_gradient: Tensor,
 ) -> Expected:
-    """Computes softmax(scale Q Kᵀ) V in float64; queries that see nothing count for nothing."""
+    """Computes softmax(scale Q Kᵀ) V in float64; queries without visible keys contribute zero."""
     query, key, value = (tensor.detach().double().requires_grad_() for tensor in inputs)
     group = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))

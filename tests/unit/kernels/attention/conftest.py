@@ -1,4 +1,4 @@
-"""On a machine with a GPU the kernels' tests run there, as part of the acceptance run."""
+"""Makes the kernels' tests part of the GPU acceptance run on a machine with a GPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 OPERATOR_TESTS = ("test_autograd_functions", "test_op")
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         for item in items:

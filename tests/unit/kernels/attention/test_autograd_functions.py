@@ -1,4 +1,4 @@
-"""The courses' contract of both autograd functions, as their tests put it and stricter."""
+"""Tests both autograd functions against the courses' contract, more strictly than the courses."""
 
 import pytest
 import torch

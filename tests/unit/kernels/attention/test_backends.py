@@ -1,4 +1,4 @@
-"""The backends that run on a CPU against the formula, and what they plan."""
+"""Tests the CPU backends against the formula, and their plans of tiles and blocks."""
 
 import itertools
 

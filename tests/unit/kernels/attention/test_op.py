@@ -1,4 +1,4 @@
-"""The public function and the operators beneath it: what torch needs of them, and refusals."""
+"""Tests of the public function and its operators: integration with torch, and errors."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""Chaos touches what it may, and nothing else."""
+"""Tests that chaos affects its targets and nothing else."""
 
 import os
 import pathlib

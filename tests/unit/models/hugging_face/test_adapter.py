@@ -1,4 +1,4 @@
-"""Models of transformers are called as ours is, and nothing is guessed about them."""
+"""Tests that models of transformers can be called like ours, and that unknown ones are refused."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""A model's directory is there whole or not at all, in files of bounded size."""
+"""Tests that a model's directory is written whole or not at all, in files of bounded size."""
 
 import json
 import pathlib
@@ -51,7 +51,7 @@ def test_weights_are_read_a_shard_at_a_time(tmp_path: pathlib.Path) -> None:
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "model"
-    out.mkdir()  # An empty directory is as good as none.
+    out.mkdir()  # An empty directory may be replaced.
 
     def fail(names: Sequence[str]) -> Mapping[str, Tensor]:
         raise OSError(28, "No space left on device")

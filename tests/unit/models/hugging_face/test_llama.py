@@ -1,4 +1,4 @@
-"""Renames alone take our models to transformers and back."""
+"""Tests that renaming parameters converts our models to those of transformers and back."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Cutting parameters into rows, and putting them together again, for any number of ranks."""
+"""Tests of splitting parameters into rows and reassembling them, for any number of ranks."""
 
 import torch
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_rows_of_all_ranks_are_the_parameter(shapes: list[list[int]], num_shards
             target.copy_(source)
         assert torch.equal(again, parameter)
         if parameter.dim():
-            # As torch's own Shard(0) cuts it.
+            # The same split as torch's Shard(0).
             chunks = parameter.chunk(num_shards)
             for shard in range(num_shards):
                 local = piece.local(rows[shard], shard)
@@ -60,6 +60,6 @@ def test_large_contiguous_parameters_are_used_where_they_arrive() -> None:
     alone = [layout.travels_alone(piece) for piece in layout.pieces]
     assert alone == [False, True, False, False]
     assert [run.is_one for run in layout.runs] == [False, True]
-    # One rank has nothing to gather: all that is contiguous is used as it lies.
+    # One rank has nothing to gather, so contiguous parameters are used in place.
     layout = _lay_out([torch.empty(512), large, torch.empty(512, 1024).T], 1)
     assert [layout.travels_alone(piece) for piece in layout.pieces] == [True, True, False]

@@ -1,4 +1,4 @@
-"""Where ranks are on a mesh, without any ranks."""
+"""Tests of the coordinates of ranks on a mesh, without starting ranks."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Ranks of a restarted attempt meet, whatever a dead attempt has left in the agent's store."""
+"""Tests that restarted ranks meet despite leftovers of a dead attempt in the agent's store."""
 
 import dataclasses
 import datetime
@@ -31,7 +31,7 @@ def _placement(agent: Store, rank: int, world_size: int = 2) -> Placement:
 def _meet(
     agent: Store, world_size: int = 2, delays_s: tuple[float, ...] = (0.3, 0.0, 0.0)
 ) -> list[Store]:
-    """Lets the first rank come last: the others find what was there before."""
+    """Joins all ranks; rank 0 comes last by default, so the others first find old entries."""
 
     def join(rank: int) -> Store:
         time.sleep(delays_s[rank])
@@ -53,7 +53,7 @@ def test_ranks_meet_in_a_store_of_their_own(agent: Store) -> None:
 
 
 def test_the_address_of_a_dead_attempt_is_passed_over(agent: Store) -> None:
-    _meet(agent)  # Its store ends with the list.
+    _meet(agent)  # Dropping the list closes its store.
     _say_hello(_meet(agent))
 
 
@@ -65,10 +65,12 @@ def test_the_store_of_an_attempt_that_has_not_ended_yet_is_passed_over(agent: St
 
 
 def test_a_rank_that_met_an_overtaken_attempt_leaves_it(agent: Store) -> None:
-    """The first rank of the older attempt still waits; one of the newer one meets it."""
+    """Rank 0 of the older attempt is still waiting when a rank of the newer attempt finds it."""
 
     def overtaken() -> None:
-        with pytest.raises(rendezvous.RendezvousError, match="rank 2 did not connect"):
+        with pytest.raises(
+            rendezvous.RendezvousError, match=r"1 of 3 ranks did not connect to .*: 2"
+        ):
             rendezvous.attempt_store(_placement(agent, 0, 3), datetime.timedelta(seconds=2))
 
     with ThreadPoolExecutor(1) as threads:
@@ -90,7 +92,7 @@ def test_a_port_that_another_program_has_by_now_is_passed_over(agent: Store) -> 
 def test_who_is_missing_is_said(agent: Store) -> None:
     short = datetime.timedelta(seconds=0.3)
     with pytest.raises(
-        rendezvous.RendezvousError, match=r"rank 1, 2 did not connect to 127\.0\.0\.1"
+        rendezvous.RendezvousError, match=r"2 of 3 ranks did not connect to 127\.0\.0\.1.*: 1, 2"
     ):
         rendezvous.attempt_store(_placement(agent, 0, 3), short)
     with pytest.raises(rendezvous.RendezvousError, match="no store of rank 0 answers after"):

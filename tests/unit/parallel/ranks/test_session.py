@@ -1,4 +1,4 @@
-"""What the pages promise about who can reach a rank, without starting one."""
+"""Tests of the documented limits on who can reach a rank, without starting ranks."""
 
 import os
 import pathlib
@@ -56,6 +56,6 @@ def test_only_this_user_reaches_the_rendezvous(
         assert stat.S_IMODE(directory.stat().st_mode) & 0o077 == 0
         assert directory.stat().st_uid == os.getuid()
         pathlib.Path(path).write_text("met")
-        # A second opening sees what the first has written: it is one file for all ranks.
+        # Opening it again reads what was written: all ranks use the same file.
         assert pathlib.Path(path).read_text() == "met"
     assert not (platform == "darwin" and directory.exists())

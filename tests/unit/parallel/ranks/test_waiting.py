@@ -1,4 +1,4 @@
-"""Waits are counted once, and in the main thread alone."""
+"""Tests that nested waits count once, and only in the main thread."""
 
 import threading
 import time

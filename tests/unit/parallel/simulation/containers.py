@@ -1,4 +1,4 @@
-"""The containers as simulated ranks train them: with buckets of one or two parameters."""
+"""Containers for simulated ranks, with buckets of one or two parameters."""
 
 import torch
 

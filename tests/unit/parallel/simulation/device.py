@@ -1,8 +1,8 @@
 """A simulated device: its streams, its events, and the messages between its ranks.
 
-Work of a stream runs as soon as it is asked for, so that the order of a program is the order of
-its stream. A message is not part of that order: it is delivered whenever the scheduler likes, but
-before the stream goes on that has waited for it. Waiting in one stream orders no other.
+Work on a stream runs as soon as it is launched, so a stream follows program order. Messages do
+not: the scheduler may deliver a message at any time before a stream that waits for it continues.
+Waiting on one stream does not order any other stream.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ from tests.unit.parallel.simulation.scheduler import Scheduler, ViolationError
 
 
 class Stream:
-    """Work in the order in which it was asked for."""
+    """Work in launch order."""
 
     def __init__(self, *, computes: bool) -> None:
         self.computes = computes
-        """Whether the program's own work runs in it, which then stands still while it waits."""
+        """Whether the program itself runs on this stream, so that waiting blocks it."""
         self.awaited: set[Message] = set()
 
 
 class Event:
-    """A point in a stream: whoever waits for it has waited for all that the stream had."""
+    """A point in a stream; waiting for it includes all waits of the stream before that point."""
 
     def __init__(self, stream: Stream) -> None:
         self.awaited = set(stream.awaited)
 
 
 class Device:
-    """What all ranks share: the messages on their way, and who may touch what.
+    """State shared by all ranks: their streams, launches and messages in flight.
 
     Args:
-        scheduler: Whose ranks it serves.
+        scheduler: Scheduler of the ranks that use this device.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -48,25 +48,25 @@ class Device:
         self._of_thread = threading.local()
         self._streams = [Stream(computes=True) for _ in range(scheduler.num_ranks)]
         self.launches: list[list[str]] = [[] for _ in range(scheduler.num_ranks)]
-        """What each rank has launched, over all groups, in its order."""
+        """Launches of each rank over all groups, in launch order."""
         self._sent: dict[str, list[Message]] = defaultdict(list)
-        """Messages of a group that were not delivered."""
+        """Undelivered messages by group."""
         self._num_launched: dict[tuple[str, int], int] = defaultdict(int)
         self._num_delivered: dict[str, int] = defaultdict(int)
 
     def serve(self, rank: int) -> None:
-        """Tells the device which rank the current thread is."""
+        """Registers the current thread as a rank."""
         self._of_thread.rank = rank
 
     @property
     def rank(self) -> int:
-        """The rank that runs."""
+        """The rank of the current thread."""
         rank: int = self._of_thread.rank
         return rank
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Lets the rank that runs work in another stream."""
+        """Makes `stream` the current stream of this rank."""
         before = self._streams[self.rank]
         self._streams[self.rank] = stream
         try:
@@ -75,7 +75,7 @@ class Device:
             self._streams[self.rank] = before
 
     def current_stream(self, _device: torch.device | None = None) -> Stream:
-        """Returns the stream that the rank that runs works in."""
+        """Returns the current stream of this rank."""
         return self._streams[self.rank]
 
     def wait_event(self, event: Event) -> None:
@@ -91,7 +91,7 @@ class Device:
             self._scheduler.wait(self.rank, lambda: message.is_delivered)
 
     def reset(self) -> None:
-        """Forgets what is over; what is not is a violation: somebody was to wait for it."""
+        """Clears finished state; an undelivered message is a violation: a rank must wait for it."""
         if left := [m for messages in self._sent.values() for m in messages if not m.is_delivered]:
             raise ViolationError(f"nobody waited for {', '.join(m.name for m in left)}")
         for launches in self.launches:
@@ -100,7 +100,7 @@ class Device:
             stream.awaited.clear()
 
     def clear(self) -> None:
-        """Forgets everything, as after a violation."""
+        """Clears all state, as needed after a violation."""
         for launches in self.launches:
             launches.clear()
         for stream in self._streams:
@@ -120,7 +120,7 @@ class Device:
         combine: Combine,
         own: Tensor | None = None,
     ) -> "SimulatedWork":
-        """Launches a rank's side of the next message of a group."""
+        """Launches this rank's side of the next message of a group."""
         rank = self.rank
         sizes = "+".join(str(tensor.numel()) for tensor in inputs)
         name = f"{kind} of {sizes} x {inputs[0].dtype if inputs else 'nothing'}"
@@ -137,7 +137,7 @@ class Device:
         return SimulatedWork(self, message)
 
     def deliverable(self) -> list[Callable[[], None]]:
-        """Returns what could arrive now: of each group, the first message that is not delivered."""
+        """Returns possible deliveries: each group's first message, once all ranks launched it."""
         found = []
         for group, sent in self._sent.items():
             if sent and sent[0].is_launched:
@@ -145,7 +145,7 @@ class Device:
         return found
 
     def pending(self) -> str:
-        """Says what is on its way."""
+        """Describes the messages in flight."""
         lines = [
             f"{message.name} (launched by {sorted(message.sides)} of {list(message.ranks)})"
             for sent in self._sent.values()
@@ -159,7 +159,7 @@ class Device:
             self._sent[group].pop(0).deliver()
 
     def _require_same_order(self, rank: int, launched: str) -> None:
-        """Streams of several communicators wait for each other if ranks launch in other orders."""
+        """Raises if ranks launch in different orders: several communicators could then deadlock."""
         place = len(self.launches[rank])
         self.launches[rank].append(launched)
         for other, launches in enumerate(self.launches):
@@ -171,14 +171,14 @@ class Device:
 
 
 def _unseen() -> contextlib.AbstractContextManager[object]:
-    """Hides what the device itself computes from whoever follows what a program does."""
+    """Hides the device's own operations from dispatch modes that trace a program."""
     if _get_current_dispatch_mode() is None:
         return contextlib.nullcontext()
     return _disable_current_modes()
 
 
 class SimulatedWork(dist.Work):
-    """A message as its rank knows it; it never says that it is complete."""
+    """One rank's handle of a message; it never reports completion."""
 
     def __init__(self, device: Device, message: Message) -> None:
         super().__init__()

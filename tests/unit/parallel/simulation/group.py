@@ -1,4 +1,4 @@
-"""A process group of threads whose collectives are messages of a simulated device."""
+"""A process group of threads whose collectives are messages on a simulated device."""
 
 import contextlib
 import datetime
@@ -122,7 +122,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, _options: Any = None) -> SimulatedWork:
         return self.allreduce([torch.zeros(1)])
 
-    # Under the names of torch before 2.13.
+    # Names used by torch before 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -145,7 +145,7 @@ class SimulatedGroup(dist.ProcessGroup):
 def _reduction(options: Any) -> Callable[[Tensor], Tensor]:
     if options is None:
         return _REDUCE[dist.ReduceOp.SUM]
-    # Options hold another type than the one that names operations, equal but with its own hash.
+    # `reduceOp` of options has another type than the keys: it is equal but hashes differently.
     return next(reduce for name, reduce in _REDUCE.items() if options.reduceOp == name)
 
 
@@ -162,7 +162,7 @@ def _always(_device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def simulated_ranks(num_ranks: int) -> Iterator[tuple[Scheduler, Device]]:
-    """Makes ranks that are threads of this process and communicate over a simulated device."""
+    """Runs ranks as threads of this process that communicate over a simulated device."""
     store = dist.HashStore()
     scheduler = Scheduler(num_ranks)
     device = Device(scheduler)

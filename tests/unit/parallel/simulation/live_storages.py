@@ -1,4 +1,4 @@
-"""How much memory a pass has allocated and not given back, at its highest."""
+"""Measures the peak memory that a pass allocates."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Follows the memory that is allocated inside.
+    """Tracks storages that are allocated in its context.
 
     Args:
-        at_least: Smaller pieces, such as activations of one token, are left out.
+        at_least: Storages with fewer bytes, such as activations of one token, are not counted.
     """
 
     def __init__(self, at_least: int) -> None:

@@ -1,9 +1,9 @@
 """Messages that own the memory they read and write until they are delivered.
 
-What is to be received is overwritten with NaN when a message is launched, so that whoever reads it
-too early computes nonsense; what is sent is compared, on delivery, with what it was. Memory is
-known weakly: a message whose memory was released or freed before its delivery is a violation.
-A message never says that it is complete.
+Launching a message fills its receive buffers with NaN, so that reading them too early gives wrong
+results. Delivery compares its send buffers with their contents at launch. References to memory are
+weak: releasing or freeing a message's memory before delivery is a violation. A message never
+reports completion.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.unit.parallel.simulation.scheduler import ViolationError
 
 Combine: TypeAlias = Callable[[list[list[Tensor]]], list[list[Tensor]]]
-"""From what every rank sends, by rank, to what every rank receives."""
+"""Maps the tensors that each rank sends to the tensors that each rank receives."""
 
 
 class Region:
-    """Memory of a tensor, without keeping it alive."""
+    """A weak reference to the memory of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -31,7 +31,7 @@ class Region:
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def tensor(self) -> Tensor | None:
-        """Returns the tensor; None if its memory is gone."""
+        """Returns the tensor; None if its memory was released or freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() < self._num_bytes:
             return None
@@ -43,21 +43,21 @@ class Side:
     """One rank's side of a message."""
 
     sent: list[Region]
-    """Memory that must stay as it is; what is also received is not in it."""
+    """Send buffers that must not change; storages that are also received into are excluded."""
     sent_values: list[Tensor]
-    """All that the rank sends, as it was when it launched."""
+    """Copies of everything that the rank sends, made at launch."""
     unchanged: list[Tensor]
-    """What `sent` must still hold."""
+    """The contents that `sent` must still have on delivery."""
     received: list[Region]
 
 
 def launch_side(inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Tensor | None) -> Side:
-    """Takes possession of a rank's memory.
+    """Takes ownership of a rank's memory.
 
     Args:
-        inputs: What is sent.
-        outputs: What is received.
-        own: The piece of the outputs that is sent and stays as it is, in a gather in place.
+        inputs: Send buffers.
+        outputs: Receive buffers.
+        own: The rank's own slice of the outputs in an in-place all-gather, which does not change.
     """
     values = [tensor.data.clone() for tensor in inputs]
     received_storages = {tensor.untyped_storage().data_ptr() for tensor in outputs}
@@ -83,9 +83,9 @@ class Message:
     """One collective of a group.
 
     Args:
-        name: What it is, for messages.
-        ranks: Who takes part.
-        combine: What it computes.
+        name: Description for error messages.
+        ranks: Ranks of the group.
+        combine: Computes what each rank receives.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], combine: Combine) -> None:
@@ -97,11 +97,11 @@ class Message:
 
     @property
     def is_launched(self) -> bool:
-        """Whether all ranks have launched it."""
+        """Whether all ranks have launched this message."""
         return len(self.sides) == len(self.ranks)
 
     def deliver(self) -> None:
-        """Checks that nobody has touched its memory, and writes what is received."""
+        """Checks that no rank has touched the message's memory, and writes the receive buffers."""
         results = self._combine([self.sides[rank].sent_values for rank in self.ranks])
         for rank, of_rank in zip(self.ranks, results, strict=True):
             side = self.sides[rank]

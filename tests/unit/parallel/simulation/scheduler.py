@@ -1,8 +1,8 @@
-"""Ranks as threads of which exactly one runs, in an order that a seed decides.
+"""Runs ranks as threads, exactly one at a time, in an order that a seed decides.
 
-A rank keeps the processor until it launches a message or waits for one. Then the seed chooses what
-happens next: another rank goes on, or a message that all ranks have launched is delivered. The same
-seed gives the same order again.
+A rank runs until it launches a message or waits for one. Then the seed decides what happens next:
+another rank continues, or a message that all ranks have launched is delivered. The same seed
+reproduces the same order.
 """
 
 import queue
@@ -13,28 +13,28 @@ from typing import Any, Protocol
 
 
 class ViolationError(AssertionError):
-    """What a program did that a real device would not forgive."""
+    """A program did something that is invalid on a real device."""
 
 
 class _StoppedError(BaseException):
-    """Ends a rank whose fellow has failed; no program catches it by accident."""
+    """Stops a rank when another has failed; ``except Exception`` does not catch it."""
 
 
 class Network(Protocol):
-    """What is delivered between ranks."""
+    """Messages between ranks."""
 
     def deliverable(self) -> list[Callable[[], None]]:
-        """Returns what could arrive now."""
+        """Returns the deliveries that are possible now."""
 
     def pending(self) -> str:
-        """Says what is on its way."""
+        """Describes the messages in flight."""
 
 
 class Scheduler:
     """Runs one program on every rank, one rank at a time.
 
     Args:
-        num_ranks: How many threads there are; they live until `close`.
+        num_ranks: Number of threads, which run until `close`.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -59,11 +59,11 @@ class Scheduler:
             thread.start()
 
     def run(self, program: Callable[[int], Any], seed: int) -> list[Any]:
-        """Runs a program on all ranks in the order of a seed; returns what each rank returned."""
+        """Runs a program on all ranks in the order of a seed; returns the result of each rank."""
         self._random = random.Random(seed)
-        # Messages that are always late, always early, or neither.
+        # Probability of delivery before a rank runs: messages are late, mixed or early.
         self._haste = self._random.choice((0.02, 0.3, 0.9))
-        # Ranks that go on for long, so that others fall behind, or that take turns.
+        # Probability of no switch: ranks run for long, so that others fall behind, or take turns.
         self._patience = self._random.choice((0.95, 0.7, 0.3))
         self._running = set(range(self.num_ranks))
         self._waits.clear()
@@ -78,19 +78,19 @@ class Scheduler:
         return self._results
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stops the threads."""
         for programs in self._programs:
             programs.put(None)
         for thread in self._threads:
             thread.join()
 
     def switch(self, rank: int) -> None:
-        """Lets the seed decide whether another rank goes on first."""
+        """Lets the seed decide whether another rank runs first."""
         if self._error is not None or self._random.random() > self._patience:
             self._pass_on(rank)
 
     def wait(self, rank: int, is_over: Callable[[], bool]) -> None:
-        """Holds a rank up until something has happened."""
+        """Blocks a rank until `is_over()` is true."""
         if not is_over():
             self._waits[rank] = is_over
             self._pass_on(rank)
@@ -130,7 +130,7 @@ class Scheduler:
             raise _StoppedError
 
     def _choose(self) -> int:
-        """Delivers messages until a rank's turn has come; returns the rank."""
+        """Delivers messages until the seed chooses a rank; returns that rank."""
         while True:
             if self._error is not None:
                 return min(self._running)

@@ -1,8 +1,8 @@
-"""Small training programs for simulated ranks, and what one process makes of them.
+"""Small training programs for simulated ranks, and their expected results from one process.
 
-A schedule is one training step of a program in the order that a seed decides, and the forward pass
-after it, which may still be waiting for parameters. Every schedule begins with the same parameters,
-so that one process computes what is expected once per program.
+A schedule is one training step of a program, in the order that a seed decides, and the next forward
+pass, which may still wait for parameters. Every schedule starts from the same parameters, so the
+expected results are computed once per program.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ RATE = 0.1
 
 
 class Chain(nn.Module):
-    """Layers that a program may leave out, on one rank only too, or run in another order."""
+    """Layers that a program may leave unused, even on one rank only, or run in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor, order: Sequence[int], used: Sequence[int]) -> Tensor:
         for number in order:
             y = torch.tanh(self.blocks[number](x))
-            # What is not used runs all the same: fully sharded ranks must run the same layers.
+            # Unused layers run too: fully sharded ranks must all run the same layers.
             x = x + y if number in used else x
         return x * self.scale.sum()
 
@@ -42,9 +42,9 @@ class Pass:
 
     synchronizes: bool = True
     order: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
-    """In which layers run, by rank, over and over."""
+    """The order of the layers by rank, repeated if there are more ranks."""
     used: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
-    """Which layers the loss depends on, by rank."""
+    """The layers that the loss depends on by rank, repeated if there are more ranks."""
     weights: tuple[float, ...] | None = None
 
 
@@ -58,12 +58,12 @@ PROGRAMS: dict[str, Program] = {
     "unused on one rank": (Pass(used=((0, 1, 2), (0, 2), (2,))),),
     "weighted": (Pass(weights=(3.0, 1.0, 0.0)),),
 }
-"""What all containers train."""
+"""Programs for all containers."""
 
 ANY_ORDER: dict[str, Program] = {
     "another order on every rank": (Pass(order=((0, 1, 2), (2, 1, 0), (1, 0, 2))),)
 }
-"""What only containers can whose layers are not gathered in the order of forward."""
+"""Programs for containers that do not gather layers in forward order."""
 
 
 def data(rank: int, number: int) -> Tensor:
@@ -86,11 +86,11 @@ def _loss(model: nn.Module, one: Pass, rank: int, number: int) -> Tensor:
 
 @dataclasses.dataclass
 class Expected:
-    """What one process has in the end."""
+    """The final state of one process."""
 
     parameters: list[Tensor]
     loss: list[Tensor]
-    """Of the next forward pass, by rank."""
+    """Losses of the next forward pass by rank."""
 
 
 def expected_of(program: Program, num_ranks: int) -> Expected:
@@ -108,7 +108,7 @@ def expected_of(program: Program, num_ranks: int) -> Expected:
 
 
 class Trainee:
-    """One rank's container and optimizer, which begin every schedule anew."""
+    """One rank's container and optimizer, which are reset for every schedule."""
 
     def __init__(
         self, container: nn.Module, optimizer: Any, full: Callable[[], Sequence[Tensor]]
@@ -117,7 +117,7 @@ class Trainee:
         self._optimizer = optimizer
         self._full = full
         self.after_step: Callable[[], None] = _nothing
-        """What else a program does between its step and the next forward pass."""
+        """Called between the optimizer step and the next forward pass."""
         self._local = [local(parameter) for parameter in container.parameters()]
         self._initial = [tensor.clone() for tensor in self._local]
 
@@ -127,7 +127,7 @@ class Trainee:
             torch._foreach_copy_(self._local, self._initial)
 
     def run(self, program: Program, rank: int) -> tuple[Sequence[Tensor], Tensor]:
-        """Runs a program; returns the full parameters and the next loss."""
+        """Runs a program; returns the full parameters and the loss of the next forward pass."""
         for number, one in enumerate(program):
             if one.weights:
                 self.container.set_gradient_weight(one.weights[rank])
@@ -158,7 +158,7 @@ def explore(
     programs: dict[str, Program],
     seeds: Sequence[int],
 ) -> None:
-    """Runs schedules until one is wrong; its seed is in the message."""
+    """Runs one schedule per seed; raises at the first wrong one, with its seed in a note."""
     expected = {name: expected_of(one, scheduler.num_ranks) for name, one in programs.items()}
     names = list(programs)
     trainees = scheduler.run(lambda _rank: make(), seed=0)

@@ -1,4 +1,4 @@
-"""paceline plan calibrate: one's own rows become a calibration that plan search takes."""
+"""Tests of ``paceline plan calibrate``: a user's rows become a calibration for plan search."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Calibrations: constants come back, intervals widen outside of the rows, files are strict."""
+"""Tests of calibrations: recovered constants, intervals outside the rows, strict files."""
 
 import dataclasses
 import pathlib
@@ -61,7 +61,7 @@ def _run(model: str, context: int, tensor: int, micro_batch: int) -> PublishedRu
 
 
 def _cases() -> list[Case]:
-    """Runs whose measured times are those of known constants."""
+    """Returns runs whose measured times follow from known constants."""
     runs = [
         _run(model, context, tensor, micro_batch)
         for model in ("llama3-8B", "gpt3-175B", "llama3-70B")
@@ -154,7 +154,7 @@ def test_intervals_widen_by_half_for_every_doubling_and_say_so() -> None:
 
 def test_the_half_width_is_the_conformal_quantile() -> None:
     assert half_width(np.arange(1.0, 20.0)) == 18
-    # Too few for any quantile of 90%: further out than the largest.
+    # Too few for a 90% quantile: the largest is extrapolated.
     assert half_width(np.array([0.1, 0.2, 0.3])) == pytest.approx(0.4)
 
 

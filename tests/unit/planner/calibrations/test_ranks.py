@@ -86,10 +86,10 @@ def test_what_the_engine_takes_counts_by_block_pass_and_collective() -> None:
     )
     taken = step_time(layouts, workload, cluster, hidden=0.0).engine_s
     alone = 3 * 8 * (1e-3 - launches)
-    # Of 9 units FSDP2 gathers each twice in 3 passes, and averages its gradients once.
+    # FSDP2 gathers each of 9 units twice per pass in 3 passes, and averages its gradients once.
     beyond = [0, 3 * 8 * 4e-3, 3 * 8 * 6e-3, 9 * (2 * 3 + 1) * 1e-3]
     assert taken[:4].tolist() == pytest.approx([alone + each for each in beyond])
-    # Every stage of a rank hands on each of 3 passes.
+    # Each stage of a rank sends its output in each of 3 passes.
     assert taken[4:].tolist() == pytest.approx([alone / 2 + 3 * n * 0.5e-3 for n in (1, 4)])
 
 

@@ -1,10 +1,10 @@
-"""The models of Korthikanti et al. 2022."""
+"""Models of Korthikanti et al. 2022."""
 
 from paceline.core import ModelShape
 
 
 def megatron_shape(width: int, heads: int, layers: int) -> ModelShape:
-    """Returns a model of the paper's family."""
+    """Returns the shape of one of the paper's models."""
     return ModelShape(
         vocab_size=51_200,
         d_model=width,

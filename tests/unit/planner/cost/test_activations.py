@@ -1,4 +1,4 @@
-"""What blocks keep, against what torch packs for backward and against the single-device formula."""
+"""Tests of kept activations against torch's saved tensors and the single-device formula."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class _Norm(nn.Module):
 
 
 class _Block(nn.Module):
-    """A gated block with grouped heads and RMS norms in float32, as published models have it."""
+    """A gated block with grouped heads and float32 RMS norms, as in published models."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_gated_block_keeps_what_torch_packs(name: str) -> None:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        # Held until counted: what is released may lend its address to another tensor.
+        # Keep outputs alive until counted: a freed address may be reused by another tensor.
         outputs = model(inputs)
     packed = sum(
         tensor.untyped_storage().nbytes() for at, tensor in saved.items() if at not in others
@@ -108,7 +108,7 @@ def test_one_device_in_float32_keeps_what_the_models_formula_says(name: str) -> 
     kept = block_bytes_per_token(
         Layouts.of([ParallelLayout()]), _workload(shape, precision_preset("float32"))
     ).value
-    # The model joins its heads in a copy, which blocks here do without.
+    # Paceline's model concatenates its heads in a copy, which these blocks avoid.
     joined = 4 * shape.attention_width
     assert kept * batch.tokens_per_pass == [block_bytes(shape, batch) - joined * 60]
 
@@ -123,6 +123,6 @@ def test_axes_divide_what_they_should() -> None:
     assert kept(tensor=4, sequence_parallel=True) == kept() / 4
     assert kept() / 4 < kept(tensor=4) < kept()
     assert kept(replicate=4) == kept()
-    # Flash attention has no scores that selective recomputation could leave out.
+    # Flash attention stores no scores, so selective recomputation saves nothing.
     selective = Layouts.of([ParallelLayout(activation_checkpointing="selective")])
     assert kept_activations(selective, workload).value == [kept()]

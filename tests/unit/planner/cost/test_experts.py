@@ -1,4 +1,4 @@
-"""Mixtures of experts: parameters to the digit, states and activations of a device by hand."""
+"""Tests of mixtures of experts: exact parameter counts, and hand-computed device memory."""
 
 import dataclasses
 from typing import Any
@@ -34,14 +34,15 @@ from paceline.planner.cost.memory import (
 from paceline.planner.published.reader import published_models, published_runs
 
 MIXED = Precision(parameters="bfloat16", compute="bfloat16", master_weights=True)
-# As the weights' own indices count them, less the norms of queries and keys (48 blocks of 2 x 128),
-# and of latent attention (61 of 2,048) with the biases of 58 routers of 256 experts.
+# Counts of the published weight indices, less parameters that are not modelled: query and key norms
+# (48 blocks of 2 x 128), norms of latent attention (61 of 2,048) and biases of 58 routers (256
+# experts).
 PARAMETERS = {
     "mixtral-8x7B": 46_702_792_704,
     "qwen3-30B-A3B": 30_532_122_624 - 48 * 256,
     "deepseek-v3": 671_026_419_200 - 61 * 2_048 - 58 * 256,
 }
-# Mixtral: 32 blocks of attention (41,943,040) and two norms, embedding, output layer, last norm.
+# Mixtral: 32 blocks of attention (41,943,040) and two norms, embedding, output layer, final norm.
 OTHERS = 32 * (41_943_040 + 2 * 4_096) + 2 * 131_072_000 + 4_096
 EXPERTS = 32 * 8 * 3 * 4_096 * 14_336
 ROUTERS = 32 * 4_096 * 8
@@ -92,7 +93,8 @@ def test_flops_are_those_of_active_weights() -> None:
     shape, experts = find_preset("qwen3-30B-A3B")
     assert model_flops_per_token(shape, experts, 4096) == flops_per_token(shape, 4096).model
     shape, experts = find_preset("deepseek-v3")
-    # Attention, nine experts or a dense layer as wide, the output layer: 37 billion with embedding.
+    # Attention, nine experts (or a dense layer of that width) and the output layer: 37 billion with
+    # the embedding.
     active = 61 * (187_105_280 + 3 * 7168 * 18_432) + 129_280 * 7168
     scores = 12 * 61 * 128 * 160 * 4096
     assert model_flops_per_token(shape, experts, 4096) == 6 * active + scores
@@ -107,7 +109,7 @@ def test_states_of_one_device_by_hand() -> None:
     assert weights == 6_440_486_912
     assert held.parameters == pytest.approx([2 * weights])
     assert held.gradients == pytest.approx([4 * weights])
-    # Eight ranks hold eight different parts of the experts: there is nothing left to shard.
+    # Eight ranks hold eight different parts of the experts, so no expert state is left to shard.
     assert held.optimizer_state == pytest.approx([12 * (OTHERS / 8 + EXPERTS / 8 + ROUTERS / 4)])
 
 
@@ -175,7 +177,7 @@ def test_axes_divide_what_routing_keeps() -> None:
 
 
 class _Routed(nn.Module):
-    """A gated feed-forward layer for each expert, tokens sorted by the expert they go to."""
+    """One gated feed-forward layer per expert; tokens are sorted by expert."""
 
     def __init__(self, shape: ModelShape, experts: Experts) -> None:
         super().__init__()
@@ -221,12 +223,12 @@ def test_routing_keeps_what_torch_packs() -> None:
     packed = sum(each.untyped_storage().nbytes() for at, each in saved.items() if at not in others)
     workload = _workload(shape=shape, experts=experts)
     gated = 4 * 2 * 2 * experts.width
-    # Indices of tokens and weights of experts, which are not counted, are what is left.
+    # The difference is token indices and routing weights, which are not counted.
     assert packed / 96 == pytest.approx(routed_bytes(workload, experts) + gated, rel=0.03)
 
 
 def test_no_published_run_of_experts_is_refused() -> None:
-    # None of them states its memory: with everything recomputed, each must fit its device.
+    # These runs do not report memory, but with full recomputation each must fit its device.
     cases = [case for case in predictable(published_runs()) if case.experts is not None]
     checked = 0
     for group in group_cases(cases):

@@ -1,4 +1,4 @@
-"""An explanation's numbers are those of the formulas, and give what it says they give."""
+"""Tests that explanations use the numbers of the formulas and that their arithmetic is correct."""
 
 import dataclasses
 import re
@@ -63,7 +63,7 @@ UNITS = {
 
 
 def _evaluated(text: str) -> float:
-    """Computes a line of working, units turned into factors."""
+    """Returns the value of a line of arithmetic, with units replaced by factors."""
     text = text.replace(",", "")
     for unit in sorted(UNITS, key=len, reverse=True):
         text = re.sub(rf"([\d.]+) {unit}(?![\w/])", rf"(\1 * {UNITS[unit]})", text)

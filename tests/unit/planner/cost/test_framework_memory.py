@@ -1,4 +1,4 @@
-"""What frameworks hold: counted by hand, and against peaks that were published."""
+"""Tests of framework memory: counted by hand, and against published peaks."""
 
 import dataclasses
 import importlib.util
@@ -64,7 +64,7 @@ def study() -> ModuleType:
 
 
 def test_odd_matmuls_are_query_value_gate_and_down() -> None:
-    # 16-bit query, attention's output, value, gate, down; a float32 sum per head.
+    # 16-bit outputs of query, attention, value, gate and down; one float32 softmax sum per head.
     assert odd_matmul_bytes(workload(TITAN)) == 2 * (4096 + 4096 + 1024 + 14_336 + 4096) + 4 * 32
     selective = layout(activation_checkpointing="selective")
     kept = block_bytes_per_token(selective, workload(TITAN)).value
@@ -92,11 +92,11 @@ def test_the_fullest_stage_has_the_embedding() -> None:
     embedding = 128_256 * 4096
     (total,) = np.atleast_1d(stage_parameters(layout(), count))
     block = (total - embedding) / 30
-    # 30 blocks in 4 stages: 8, of which embedding and output layer are two.
+    # 30 blocks in 4 stages: 8 each, counting embedding and output layer as one block each.
     assert stage_parameters(layout(pipeline=4), count) == pytest.approx(7 * block + embedding)
-    # 30 blocks in 5 stages: six each, and the embedding beside them.
+    # 30 blocks in 5 stages: six each, plus the embedding in the first.
     assert stage_parameters(layout(pipeline=5), count) == pytest.approx(6 * block + embedding)
-    # 30 blocks in 7 stages divide in no way.
+    # 7 stages divide neither 30 nor 32: at most five blocks, plus the embedding.
     assert stage_parameters(layout(pipeline=7), count) == pytest.approx(5 * block + embedding)
 
 

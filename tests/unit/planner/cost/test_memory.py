@@ -1,4 +1,4 @@
-"""Memory of layouts: the figures of Korthikanti et al. 2022, and what must always hold."""
+"""Tests of layout memory: the figures of Korthikanti et al. 2022, and general properties."""
 
 import dataclasses
 from typing import Any
@@ -29,8 +29,8 @@ MODELS = {
     "530B": (20480, 128, 105, 35, 3, 1, 31.64, 114.02, 23.08),
     "1T": (25600, 160, 128, 64, 1, 1, 32.96, 131.25, 26.56),
 }
-# Figure 7: percent of the activations without either, with sequence parallelism, selective
-# recomputation, both, and full recomputation.
+# Figure 7: activations with sequence parallelism, selective recomputation, both, and full
+# recomputation, in percent of those without any.
 PERCENT = {
     "22B": (66.84, 49.42, 16.18, 7.64),
     "175B": (62.04, 56.53, 18.49, 8.71),
@@ -80,7 +80,7 @@ def test_published_memory_per_device(name: str) -> None:
     both = _activations(name, sequence_parallel=True, activation_checkpointing="selective")
     assert both / GIB == pytest.approx(spared, rel=0.05)
     held = layout_state_bytes(*_published(name))
-    # The figure spreads the embedding over all stages; here the fullest stage has all of it.
+    # The figure spreads the embedding over all stages; here the largest stage holds all of it.
     assert states < held.total[0] / GIB < 1.09 * states
 
 
@@ -173,8 +173,9 @@ def test_copies_of_gradients_and_weights() -> None:
         [16 * counted.total]
     )
     assert _states(replicas).weight_copies == 0
-    # Where parameters are away, what is gathered has the compute format already: two blocks and the
-    # embedding, which is larger than a block here; never more than the device's part of the model.
+    # With sharded parameters, gathered copies already have the compute dtype: two blocks and the
+    # embedding, which is larger than a block here. They never exceed the device's part of the
+    # model.
     away = _states(ParallelLayout(shard=2, sharding="parameters"), precision_preset("bfloat16"))
     block = (counted.attention + counted.feed_forward) / 12
     assert away.weight_copies == 0
@@ -189,7 +190,7 @@ def test_logits_are_held_by_the_last_stage_and_divided_by_tensor_ranks() -> None
     assert plain.working == pytest.approx([3 * 4 * 64 * 1000])
     split = layout_memory(Layouts.of([ParallelLayout(tensor=4)]), WORKLOAD)
     assert split.working == pytest.approx(plain.working / 4)
-    # The first of twelve stages has four micro-batches under way, the last one and the logits.
+    # The first of twelve stages has four micro-batches in flight, the last has one and the logits.
     last = layout_memory(Layouts.of([ParallelLayout(pipeline=12)]), WORKLOAD)
     block = plain.activations / 12
     assert last.activations == pytest.approx(4 * block)
@@ -222,7 +223,7 @@ def test_one_device_holds_what_the_formula_for_one_device_says() -> None:
     expected = model_state_bytes(SHAPE, precision, "none", 1)
     assert held.parameters == [expected.parameters]
     assert held.gradients == [expected.gradients]
-    # That formula also counts the optimizer's counters of steps, four bytes per tensor.
+    # That formula also counts the optimizer's step counters, four bytes per tensor.
     counters = 4 * (3 + 9 * SHAPE.num_layers)
     assert held.optimizer_state == [expected.optimizer_state - counters]
     assert held.total == held.parameters + held.gradients + held.optimizer_state

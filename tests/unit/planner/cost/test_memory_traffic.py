@@ -1,4 +1,4 @@
-"""Bytes that elementwise kernels move: by hand, and as they are divided and repeated."""
+"""Tests of elementwise memory traffic: by hand, divided over ranks, and recomputed."""
 
 import dataclasses
 from typing import Any
@@ -52,19 +52,21 @@ def _moved(workload: Workload, **options: Any) -> float:
 
 
 def test_a_classic_block_by_hand() -> None:
-    # Bytes per channel of the width, forward: two norms read and write (8), two branches are added
-    # with their masks (14). Backward: norms 12, sums of gradients 12, dropout 10, biases 4.
+    # Bytes per channel in forward: two norms read and write (8), two residuals with dropout masks
+    # (14). In backward: norms 12, residuals 12, dropout 10, biases 4.
     stream = WIDTH * ((8 + 14) + (12 + 12 + 10 + 4))
-    # Biases of queries, keys and values 12 and 6, heads 4 and 16, activation function 16 and 32.
+    # Forward and backward: biases of queries, keys and values 12 and 6, heads 4 and 16, activation
+    # function 16 and 32.
     matrices = WIDTH * ((12 + 4 + 16) + (6 + 16 + 32))
-    # Softmax reads and writes 4 bytes a score, and 6; dropout 5 and 5.
+    # Bytes per score in forward and backward: softmax 4 and 6, dropout 5 and 5.
     scores = SCORES * ((4 + 5) + (6 + 5))
     assert _moved(CLASSIC) == stream + matrices + scores
 
 
 def test_a_gated_block_by_hand() -> None:
     stream = WIDTH * ((8 + 12) + (12 + 12))
-    # Queries and half as many keys are rotated: 6 and 6. Heads: 4, and 4 with 8 for all three.
+    # Rotary positions of queries and half as many keys: 6 and 6. Heads: 4 in forward; in backward
+    # 4, plus 8 for queries, keys and values.
     attention = WIDTH * ((6 + 4) + (6 + 4 + 8))
     activation = 512 * 2 * (5 + 8)
     assert _moved(GATED) == stream + attention + activation
@@ -102,7 +104,8 @@ def test_the_loss_moves_its_vocabulary() -> None:
 
 
 def test_kernels_are_counted() -> None:
-    # Six products; norms and branches two each, biases, heads, activation, softmax and dropout.
+    # Six matmuls, two norms and two residuals; one kernel each for biases, heads, activation,
+    # softmax and dropout.
     forward = 6 + 2 + 2 + 5
     layouts = Layouts.of([ParallelLayout(), ParallelLayout(activation_checkpointing="full")])
     assert list(num_kernels(layouts, CLASSIC)) == [2 * forward + 6, 3 * forward + 6]

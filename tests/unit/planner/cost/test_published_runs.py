@@ -1,4 +1,4 @@
-"""Step times against published ones: some rows calibrate the device, the others are held out."""
+"""Tests of step times against published runs: some calibrate the device, others are held out."""
 
 import functools
 from typing import Any
@@ -12,9 +12,9 @@ from paceline.planner.cost.step_time import Cluster, step_time
 from paceline.planner.cost.topology import Tier, Tiers
 from tests.unit.planner.cost.megatron_cases import megatron_shape
 
-# Width, heads, layers, pipeline, interleave, sequences, micro-batch, and seconds of an iteration on
-# A100s with 80 GB, with full recomputation, and with selective recomputation and sequence
-# parallelism (Korthikanti et al. 2022, table 5). Tensor parallel over 8 in all.
+# Width, heads, layers, pipeline, interleave, sequences, micro-batch, and seconds per iteration on
+# A100s with 80 GB: with full recomputation, and with selective recomputation and sequence
+# parallelism (Korthikanti et al. 2022, table 5). All use 8 tensor ranks.
 MEGATRON: dict[str, tuple[int, int, int, int, int, int, int, float, float]] = {
     "22B": (6144, 64, 48, 1, 1, 4, 4, 1.42, 1.10),
     "175B": (12288, 96, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -23,7 +23,7 @@ MEGATRON: dict[str, tuple[int, int, int, int, int, int, int, float, float]] = {
 }
 Row = tuple[str, bool]
 CALIBRATED: tuple[Row, ...] = (("22B", False), ("175B", False))
-# Predicted over measured, in percent beyond it; what docs/planning.md says.
+# Error of the predicted time in percent, as stated in docs/planning.md.
 HELD_OUT: dict[Row, float] = {
     ("530B", False): 4.2,
     ("1T", False): 6.8,
@@ -51,7 +51,7 @@ def _measured(row: Row) -> float:
 
 
 def _predicted(row: Row, of_peak: float, of_bandwidth: float) -> float:
-    """The device reaches these shares of the peak and the bandwidth that its vendor states."""
+    """Returns the step time of a row at these shares of the vendor's peak and bandwidth."""
     name, spared = row
     width, heads, layers, pipeline, interleave, sequences, micro_batch, *_ = MEGATRON[name]
     shape = megatron_shape(width, heads, layers)
@@ -74,7 +74,7 @@ def _predicted(row: Row, of_peak: float, of_bandwidth: float) -> float:
     cluster = Cluster(
         flops_per_s=of_peak * A100.peak("float16").value,
         memory_bytes_per_s=of_bandwidth * A100.memory_bytes_per_s.value,
-        # NVLink as in the table; between hosts 200 Gb/s for each device.
+        # NVLink from the device table; 200 Gb/s per device between hosts.
         tiers=_tiers(A100.links[0].bytes_per_s.value, 25e9),
     )
     return float(step_time(Layouts.of([layout]), workload, cluster).total_s[0])
@@ -108,7 +108,8 @@ def test_iterations_that_were_held_out(row: Row) -> None:
 
 
 def test_memory_traffic_is_what_makes_one_rate_do() -> None:
-    # With memory for free, the one rate that suits both calibrated rows best misses by far more.
+    # With free memory traffic, the single rate that best fits both calibrated rows has far larger
+    # errors.
     free = 1e9
 
     def errors(share: Any) -> list[float]:
@@ -118,8 +119,8 @@ def test_memory_traffic_is_what_makes_one_rate_do() -> None:
     assert max(abs(_error(row, of_peak, free)) for row in HELD_OUT) > 0.15
 
 
-# Llama 3.1 on H100s of 500 W with 2.4 TB/s, sequences of 8192 (torchtitan's published runs of
-# December 2024): model, layout, sequences per rank, tokens per second and device.
+# Llama 3.1 on H100s of 500 W with 2.4 TB/s, sequences of 8192 tokens (torchtitan's published runs
+# of December 2024): model, layout, sequences per rank, tokens per second and device.
 LLAMA_8B = ModelShape(
     vocab_size=128_256, d_model=4096, d_ff=14_336, num_layers=32, num_heads=32, num_kv_heads=8
 )
@@ -148,7 +149,7 @@ LLAMA: dict[str, tuple[ModelShape, ParallelLayout, int, float]] = {
         4378,
     ),
 }
-# Predicted over measured throughput, in percent beyond it.
+# Error of the predicted throughput in percent.
 LLAMA_HELD_OUT = {"8B on 128": 3.0, "70B on 256": -9.9, "8B on 64": 25.2}
 
 
@@ -161,7 +162,7 @@ def _llama_error(name: str, flops_per_s: float) -> float:
         micro_batch=sequences,
         num_micro_batches=1,
     )
-    # NVLink in the host, 400 Gb/s for each device, and of memory bandwidth what A100s reached.
+    # NVLink inside the host, 400 Gb/s per device between hosts, and the bandwidth share of A100s.
     _, of_bandwidth = _calibration()
     cluster = Cluster(
         flops_per_s=flops_per_s,
@@ -175,5 +176,5 @@ def _llama_error(name: str, flops_per_s: float) -> float:
 @pytest.mark.parametrize("name", LLAMA_HELD_OUT)
 def test_throughput_that_was_held_out(name: str) -> None:
     reached = brentq(lambda rate: _llama_error("8B on 8", rate), 1e14, 9e14)
-    # One rate for matrices of every size is probably too much for an eighth of the 8B model's.
+    # A single matmul rate probably overestimates the 8B model's matrices when split eight ways.
     assert 100 * _llama_error(name, reached) == pytest.approx(LLAMA_HELD_OUT[name], abs=0.2)

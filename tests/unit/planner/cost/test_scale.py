@@ -1,4 +1,4 @@
-"""A million layouts, memory and step time, in seconds of one core and without torch."""
+"""Tests that memory and step time of a million layouts take seconds on one core, without torch."""
 
 import os
 import subprocess

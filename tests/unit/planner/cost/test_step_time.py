@@ -1,4 +1,4 @@
-"""The closed form of a step: by hand on one device, and what must hold on any mesh."""
+"""Tests of the closed form of a step: by hand on one device, and properties on any mesh."""
 
 import dataclasses
 from typing import Any
@@ -128,7 +128,8 @@ def test_one_device_only_computes_moves_and_updates() -> None:
         assert getattr(terms, name) == pytest.approx(0, abs=1e-12), name
     tokens = 8 * 2 * 2048
     model = flops_per_token(NAIVE.shape, 2048).model
-    # Heads of 128 channels do as many FLOPs per byte of scores; this device could do 75.
+    # Heads of 128 channels do 128 FLOPs per byte of scores, more than this device's 75: they are
+    # compute-bound.
     assert terms.compute_s == pytest.approx([model * tokens / 1.5e14])
     moved = elementwise_bytes(Layouts.of([layout]), NAIVE) * 48
     moved = moved + loss_bytes(Layouts.of([layout]), NAIVE)
@@ -153,7 +154,7 @@ def test_flash_attention_computes_half_of_the_scores_and_some_again() -> None:
 
 
 def test_tensor_ranks_all_reduce_four_times_a_layer_and_two_more_to_recompute() -> None:
-    # Two ranks exchange each other's half and hand the sums back: the bytes once, two hops.
+    # A ring all-reduce over two ranks sends the full size once, in two hops.
     once = 2 * 5e-6 + 2 * 2 * 2048 * 4096 / 2.4e11
     layout = ParallelLayout(tensor=2)
     assert _terms(layout).tensor_s == pytest.approx([8 * 48 * 4 * once])
@@ -164,13 +165,14 @@ def test_tensor_ranks_all_reduce_four_times_a_layer_and_two_more_to_recompute() 
 
 
 def test_context_ranks_gather_keys_and_values() -> None:
-    # Keys and values of all tokens, half of them from the other rank: twice, and their gradients.
+    # Two all-gathers of keys and values and a reduce-scatter of their gradients; each receives half
+    # from the other rank.
     once = 5e-6 + 2 * 2 * 4096 * 2 * 2048 / 2 / 2.4e11
     assert _terms(ParallelLayout(context=2)).context_s == pytest.approx([8 * 48 * 3 * once])
 
 
 def test_stages_hand_on_their_stream_to_a_neighbour() -> None:
-    # Sixteen replicas of one device lie between two stages, so that they meet in the pod.
+    # Sixteen replicas of one device lie between neighbouring stages, so they use the pod's links.
     layout = ParallelLayout(pipeline=2, replicate=16)
     one_way = 1e-5 + 2 * 2 * 2048 * 4096 / 2.5e10
     assert _terms(layout).stages_s == pytest.approx([8 * 2 * one_way])
@@ -187,14 +189,14 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     head = flops_per_pass(Layouts.of([ParallelLayout()]), WORKLOAD).head / 1.5e14
     head = head + loss_bytes(Layouts.of([ParallelLayout()]), WORKLOAD) * 2 * 2048 / 2e12
     assert even.imbalance_s == pytest.approx(8 * head / 2)
-    # 48 layers over five stages: four of ten and one of eight.
+    # 48 layers over five stages: four stages of ten and one of eight.
     assert _terms(ParallelLayout(pipeline=5)).imbalance_s > 0
 
 
 def test_averaging_gradients_after_every_pass_sends_as_often() -> None:
     layout = ParallelLayout(replicate=4)
     once = _terms(layout, hidden=0.0).data_s
-    # Of four ranks in a host, each sends three quarters of the bytes twice.
+    # In a ring all-reduce over four ranks, each sends three quarters of the bytes twice.
     num_bytes = 4 * count_parameters(WORKLOAD.shape).total
     assert once == pytest.approx([6 * 5e-6 + 1.5 * num_bytes / 2.4e11])
     every = dataclasses.replace(WORKLOAD, reduces_every_pass=True)
@@ -237,7 +239,8 @@ def test_hybrid_sharding_keeps_most_bytes_inside_the_host() -> None:
     everywhere = ParallelLayout(shard=64, sharding="parameters")
     sent = _terms(inside, hidden=0.0).data_s
     assert sent < _terms(everywhere, hidden=0.0).data_s
-    # Inside the host all parameters sixteen times and all gradients once, across an eighth of them.
+    # Inside the host: 16 all-gathers of the parameters and one reduce-scatter of the gradients.
+    # Between hosts: an all-reduce of an eighth of the gradients.
     num_parameters = count_parameters(WORKLOAD.shape).total
     gathered = 7 * 5e-6 + 7 / 8 * 2 * num_parameters / 2.4e11
     reduced = 7 * 5e-6 + 7 / 8 * 4 * num_parameters / 2.4e11

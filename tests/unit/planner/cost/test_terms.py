@@ -1,4 +1,4 @@
-"""Terms that a calibration turns on: each by hand, and off by default."""
+"""Tests of terms that a calibration turns on: each by hand, and off by default."""
 
 import dataclasses
 from typing import Any
@@ -55,7 +55,7 @@ def test_attention_has_a_rate_of_its_own() -> None:
 def test_a_layer_is_never_faster_than_its_launches() -> None:
     kernels = float(np.asarray(num_kernels(ONE, WORKLOAD)).reshape(-1)[0])
     slow = _terms(dispatch_s=1e-3)
-    # Far beyond the work, what the layers take is the launches alone.
+    # Launches far exceed the work here, so they alone set the time of the layers.
     layers = slow.compute_s + slow.memory_s + slow.launch_s
     assert layers[0] == pytest.approx(kernels * 1e-3 * 3 * 4, rel=0.02)
     assert _terms(dispatch_s=1e-12).launch_s[0] == 0

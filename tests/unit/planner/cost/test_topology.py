@@ -1,4 +1,4 @@
-"""Collectives over tiers: where groups lie, and what they cost there."""
+"""Tests of collectives over tiers: placement of groups, and cost."""
 
 import dataclasses
 
@@ -36,9 +36,9 @@ SIZE = 1e8
         (16, 1, (8, 2, 1)),
         (128, 1, (8, 8, 2)),
         (4, 64, (1, 1, 4)),
-        # Groups of twelve begin anywhere in a host, but always at multiples of four.
+        # Groups of twelve may start inside a host, but always at a multiple of four.
         (12, 1, (4, 1, 3)),
-        # A stride that does not divide the host: nobody can be sure of a neighbour there.
+        # The stride does not divide the host, so neighbouring ranks may be on different hosts.
         (2, 3, (1, 1, 2)),
     ],
 )
@@ -50,7 +50,7 @@ def test_where_groups_lie(group: int, stride: int, blocks: tuple[int, ...]) -> N
 
 @given(st.integers(1, 96), st.sampled_from([1, 2, 4, 8, 24]), st.integers(0, 5))
 def test_a_block_never_lies_across_a_border(group: int, stride: int, which: int) -> None:
-    # Groups of a mesh begin at multiples of group * stride, plus a place inside the stride.
+    # Groups of a mesh start at multiples of group * stride, plus an offset below the stride.
     first = which * group * stride
     ranks = [first + rank * stride for rank in range(group)]
     size = 1
@@ -75,7 +75,8 @@ def test_one_tier_gives_the_plain_formulas() -> None:
 def test_two_tiers_give_the_formula_of_two_tiers() -> None:
     inside = {"latency_s": HOST.latency_s, "bytes_per_s": HOST.bytes_per_s}
     across = {"latency_s": POD.latency_s, "bytes_per_s": POD.bytes_per_s}
-    # Reduce-scatter and all-gather inside a host; between them an all-reduce of an eighth.
+    # Reduce-scatter and all-gather inside a host; between these, an all-reduce of an eighth across
+    # hosts.
     expected = 2 * ring_time_s("reduce_scatter", SIZE, 8, **inside)
     expected += ring_time_s("all_reduce", SIZE / 8, 4, **across)
     span = TIERS.span(32)

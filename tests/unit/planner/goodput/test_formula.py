@@ -14,7 +14,7 @@ from paceline.planner.goodput.formula import (
 
 
 def test_a_published_rate() -> None:
-    # 16,384 devices over 54 days with 419 interruptions: one in three hours, as was reported.
+    # 16,384 devices over 54 days with 419 interruptions: one per three hours, as reported.
     between = interruption_interval_s(54 * 24 * 16_384 / 419, 16_384)
     assert between / 3600 == pytest.approx(3.09, abs=0.01)
 
@@ -36,7 +36,7 @@ def test_no_other_interval_is_better(
 
 def test_youngs_interval_is_the_limit_of_rare_failures() -> None:
     assert best_interval_s(1.0, 1e7) == pytest.approx(young_interval_s(1.0, 1e7), rel=1e-3)
-    # With failures every ten minutes and a save of one, it is a tenth off.
+    # With failures every ten minutes and saves of one minute, Young's interval is a tenth too long.
     assert best_interval_s(60.0, 600.0) < 0.91 * young_interval_s(60.0, 600.0)
 
 

@@ -1,4 +1,4 @@
-"""Llama 3's interruptions give its effective time, and what is assumed decides how closely."""
+"""Tests of the replay of Llama 3's interruptions: effective training time and assumptions."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def records() -> list[Record]:
 
 def test_the_tables_show_every_choice(records: list[Record]) -> None:
     assert len(goodput_table(records).rows) == 24
-    # Whatever chance does in five days: at 16,384 devices replicas pay.
+    # Five simulated days are noisy, but at 16,384 devices replicas pay off in any case.
     *_, last = gains_table(records).rows
     assert float(last[5]) > 2
     assert draw("goodput", records).axes

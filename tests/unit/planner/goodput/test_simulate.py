@@ -1,4 +1,4 @@
-"""The simulation agrees with the formula wherever the formula applies, within its own error."""
+"""Tests that the simulation agrees with the formula, where that applies, within its own error."""
 
 import dataclasses
 import time
@@ -48,7 +48,7 @@ def test_the_formula(
     interval = factor * scenario.cadence.interval_s
     scenario = dataclasses.replace(scenario, interval_s=interval)
     found = simulate(scenario, trials=10, seed=seed)
-    # Five standard errors, and what the beginning and end of a finite run may differ by.
+    # Five standard errors, plus the effect of the start and end of a finite run.
     edge = 2 * interval / (60 * 86_400)
     assert found.goodput == pytest.approx(scenario.formula(), abs=2.6 * found.error + edge)
     assert sum(found.shares.values()) == pytest.approx(1.0, abs=1e-6)

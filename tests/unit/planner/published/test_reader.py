@@ -1,4 +1,4 @@
-"""The published runs: read strictly, complete, and what can be re-added adds up."""
+"""Tests of the published runs: strict parsing, completeness and consistent sums."""
 
 import collections
 import json

@@ -1,4 +1,4 @@
-"""Small models and clusters, on which every layout can be tried one by one."""
+"""Small models and clusters on which every layout can be tried one by one."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ SHAPE = ModelShape(
     vocab_size=1000, d_model=512, d_ff=1536, num_layers=4, num_heads=8, num_kv_heads=4
 )
 MIXTURE = Experts(num_experts=12, experts_per_token=2, width=384, shared_width=768)
-"""Of which a token meets 1536 of width, as in the shape."""
+"""Each token uses a width of 2 * 384 + 768 = 1536, the `d_ff` of `SHAPE`."""
 
 
 def question(**changes: Any) -> SearchQuestion:
@@ -39,7 +39,7 @@ def question(**changes: Any) -> SearchQuestion:
 
 
 def oracle(asked: SearchQuestion, costs: Costs = COSTS) -> Iterator[tuple[float, float, Any]]:
-    """Yields time, memory and layout of all that divides, one at a time, by plain loops."""
+    """Yields time, memory and layout of every layout that divides evenly, by brute force."""
     shape, sizes = asked.shape, range(1, asked.num_devices + 1)
     for tensor, context, pipeline, replicate, shard in itertools.product(sizes, repeat=5):
         data = replicate * shard

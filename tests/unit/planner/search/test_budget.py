@@ -1,4 +1,4 @@
-"""The fewest and the cheapest devices for a budget."""
+"""Tests of the fewest and the cheapest devices for a budget."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_the_smallest_and_the_cheapest_make_the_deadline() -> None:
     assert found.cheapest.run.device_hours == min(point.run.device_hours for point in in_time)
     for point in found.points:
         assert point.in_time == (point.run.days <= 10)
-        # Nothing is faster than the peak.
+        # No run is faster than the peak allows.
         assert point.run.days * 86_400 * PEAK * point.devices >= 1e22
         assert point.run.interruptions > 0
         assert point.run.checkpoint_interval_s > 0

@@ -1,4 +1,4 @@
-"""Every candidate divides what it must, each comes once, and none that divides is missing."""
+"""Tests that candidates divide evenly, occur once, and are complete."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The commands print what was found, as tables and as JSON Lines, and write what they promise."""
+"""Tests of the search commands: tables, JSON Lines and written files."""
 
 import json
 import pathlib

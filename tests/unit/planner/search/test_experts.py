@@ -1,4 +1,4 @@
-"""Mixtures of experts are searched as exactly as dense models, along one axis more."""
+"""Tests of searches for mixtures of experts: exact as for dense models, with one more axis."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def test_dense_models_have_no_expert_ranks() -> None:
 def test_expert_ranks_divide_experts_and_the_ranks_of_a_stage() -> None:
     mesh = Mesh(tensor=2, context=3, pipeline=5, data=4)
     assert expert_sizes(MIXTURE, mesh, (4, 1, 0)) == (1, 2, 3, 4, 6, 12)
-    # Replicas of shards each have all experts.
+    # With replicas of shards, each replica holds all experts.
     assert expert_sizes(MIXTURE, mesh, (4, 1, 1)) == (1, 2, 3, 6)
     assert expert_sizes(MIXTURE, mesh, (1, 4, 1)) == (1, 2, 3, 4, 6, 12)
 
@@ -194,7 +194,7 @@ def test_megatron_flags() -> None:
         "--expert-tensor-parallel-size 1",
         "--sequence-parallel",
     }
-    # A mean width of heads is no width that Megatron could take.
+    # The shape's head width is a mean, which Megatron cannot use.
     assert not any(flag.startswith(("--kv-channels", "--num-query-groups")) for flag in flags)
     assert "--multi-latent-attention" in " ".join(megatron_notes(_best(asked), asked))
     dense = question()

@@ -1,4 +1,4 @@
-"""Exports say what the layout says, in the words of the program that takes them."""
+"""Tests that exports express a layout in the options of the target program."""
 
 import dataclasses
 import pathlib

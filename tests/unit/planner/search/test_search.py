@@ -1,4 +1,4 @@
-"""The search finds what trying every layout finds, and nothing that does not fit."""
+"""Tests that the search matches brute force over all layouts and returns only layouts that fit."""
 
 import dataclasses
 

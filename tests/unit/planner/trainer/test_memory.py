@@ -26,7 +26,7 @@ _MEASURED = {
     "shard=2,context=2,zero=2,micro=2": 98_951_652,
     "context=2,tensor=2,micro=8": 112_104_684,
 }
-"""`peak_bytes` of `paceline bench layout`: bytes-6M, 8 sequences of 128 tokens, on 4 ranks."""
+"""`peak_bytes` of `paceline bench layout`: bytes-6M, 8 sequences of 128 tokens, 4 ranks."""
 
 
 def _peak(text: str, shape: ModelShape, batch_size: int = 8, context_length: int = 128) -> float:
@@ -54,17 +54,18 @@ def test_without_tokens_to_speak_of_a_rank_holds_states_gradients_and_what_is_ga
     def blocks(layout: str, micro: int) -> float:
         return _peak(f"{layout},micro={micro}", shape, 2, 4) / block
 
-    # Three states and gradients, with whatever no data-parallel rank divides.
+    # Parameters, both moments and gradients: four copies, none of them sharded.
     assert blocks("tensor=1", 2) == pytest.approx(6 * 4, rel=0.01)
-    # Parameters twice; a block's gradients, its input of the reduction and the result of it.
+    # Three states, and FSDP2's copy of each block, which averaged gradients replace block by block;
+    # plus the current block's gradients and the input of the previous reduction.
     assert blocks("replicate=2", 1) == pytest.approx(6 * 4 + 2, rel=0.01)
-    # Half of the states and of the gradients; the first block's backward is the last one, with the
-    # gathered block, the input of the reduction before, and its gradients.
+    # Half of the states and of five blocks' gradients. The first block runs backward last; it adds
+    # its gathered copy, its gradients and the input of the previous reduction.
     assert blocks("shard=2,zero=3", 1) == pytest.approx(6 * 2 - 0.5 + 3, rel=0.02)
 
 
 def test_the_fullest_rank_counts() -> None:
-    # A head of many words: the last stage holds its logits.
+    # The vocabulary is large, and the last stage holds the logits.
     shape = ModelShape(vocab_size=50_000, d_model=64, d_ff=128, num_layers=4, num_heads=4)
     logits = 3 * 4 * 128 * 50_000
     assert _peak("pipeline=2,micro=1", shape) > logits

@@ -22,7 +22,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_from_it_on() ->
 def test_with_several_stages_on_a_rank_the_first_has_more_in_flight() -> None:
     layout = ParallelLayout(pipeline=2, pipeline_interleave=2)
     first, *_ = backward_passes(layout, 0, 4)
-    # Two micro-batches through both of its stages, and the third through the first.
+    # Two micro-batches have passed both of its stages, a third only the first.
     assert (first.stage, first.in_flight) == (1, (3, 2))
     last, *_ = backward_passes(layout, 1, 4)
     assert (last.stage, last.in_flight) == (1, (2, 1))

@@ -16,7 +16,7 @@ def test_the_fullest_ranks_are_those_of_the_trainers_stages() -> None:
     counted = count_parameters(_SHAPE)
     loads = stage_loads(_SHAPE, 128, np.array([1, 4, 2, 4]), np.array([1, 1, 2, 1]))
     block = (counted.total - counted.embedding - counted.head) / 6
-    # Four ranks have 1, 2, 2 and 1 blocks; two have 1 + 2 and 2 + 1.
+    # Four ranks have 1, 2, 2 and 1 blocks; two ranks with two stages each have 1 + 2 and 2 + 1.
     expected = [counted.total, 2 * block, 3 * block + counted.embedding, 2 * block]
     assert loads.parameters == pytest.approx(expected)
     assert list(loads.in_flight) == [6, 6, 6, 6]

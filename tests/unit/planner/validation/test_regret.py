@@ -1,4 +1,4 @@
-"""Regret by hand, and the accuracy of one source held against what docs say."""
+"""Tests of regret, computed by hand, and of one source's accuracy as stated in the docs."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from paceline.planner.validation.regret import sweep_regrets, sweeps
 
 
 def _cases() -> list[Case]:
-    """Eight devices in five layouts: tensor 1 to 8, and one with two stages."""
+    """Returns runs on eight devices in five layouts: tensor 1 to 8, and one with two stages."""
     meshes = [(1, 1, 1.5), (2, 1, 1.0), (4, 1, 1.2), (8, 1, 2.0), (1, 2, 1.1)]
     runs = [
         PublishedRun(

@@ -1,4 +1,4 @@
-"""The page of a run: complete, self-contained, and possible at any moment."""
+"""Tests of a run's page: complete, self-contained, and available while the run is in progress."""
 
 import json
 import pathlib
@@ -63,7 +63,7 @@ def test_a_page_has_everything_and_loads_nothing(tmp_path: pathlib.Path) -> None
     assert "once &lt;upon&gt; a time" in page
     assert "out = &#34;&lt;run&gt;&#34;" in page
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
-    # Pictures come first.
+    # Figures come before tables.
     assert page.index("<img") < page.index("<table")
 
 

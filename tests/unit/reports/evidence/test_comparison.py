@@ -1,4 +1,4 @@
-"""Times are told apart by their samples, and by nothing else."""
+"""Tests that times are distinguished by their samples only."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ def test_the_interval_is_that_of_the_quantile_test(values: list[float]) -> None:
         (0.98, STEADY, (1.0,) * 7, "less", "alike"),
         (1.03, STEADY, STEADY, "more", "alike"),
         (0.98, NOISY, (1.0,) * 7, "alike", "alike"),
-        # Rounds that were slow for both do not hide a difference.
+        # Rounds that are slow for both do not hide a difference.
         (1.03, NOISY, NOISY, "more", "alike"),
-        # Runs one after the other may drift.
+        # Consecutive runs may drift.
         (1.2, STEADY, STEADY, "more", "more"),
         (0.8, STEADY, STEADY, "less", "less"),
-        # Samples in other numbers were not taken in turn, whatever is said of them.
+        # Different numbers of samples were not taken in turn, regardless of `in_turn`.
         (0.97, STEADY, STEADY[:6], "alike", "alike"),
         (1.2, STEADY, STEADY[:6], "more", "more"),
         (0.5, STEADY[:6], STEADY[:6], "less", "less"),

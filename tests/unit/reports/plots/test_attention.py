@@ -32,7 +32,7 @@ def test_widths_are_columns_and_formats_rows() -> None:
     assert titles == [f"head dim {width}, dtype {dtype}" for dtype in dtypes for width in widths]
     assert [axes.get_subplotspec().colspan.start for axes in figure.axes] == [0, 1, 2, 3] * 2
     assert len({(*axes.get_xlim(), *axes.get_ylim()) for axes in figure.axes}) == 1
-    # Of one width, formats stand side by side, and a fifth width wraps.
+    # With one head dim, dtypes are columns; a fifth head dim wraps to a new row.
     formats = [record(name, dtype=dtype) for name in ("tiled", "sdpa") for dtype in ("a", "b")]
     assert rows_of(draw("attention-time", formats)) == [0, 0]
     records = [record(name, head_dim=n) for n in range(1, 6) for name in ("tiled", "sdpa")]

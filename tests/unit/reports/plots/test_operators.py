@@ -1,4 +1,4 @@
-"""The picture of a step's time by kind of work shows all of it."""
+"""Tests that the figure of a step's time by kind of work shows all of the time."""
 
 import pytest
 from matplotlib.axes import Axes

@@ -122,7 +122,7 @@ def test_warmup_shows_every_sample_and_cases_that_differ_as_lines_of_their_own()
         ("attention-memory", ATTENTION, "peak, head dim 64", [6, 96, 1536]),
         ("attention-time", ATTENTION, "backward, head dim 16", [0.131, 2.097, 33.55]),
         ("communication", SHAPED, "all_reduce", [1, 1]),
-        # 2 Gbit/s are 0.25 GB/s, of which an all-reduce of 4 ranks uses 1.5 times its size.
+        # 2 Gbit/s are 0.25 GB/s; an all-reduce over 4 ranks sends 1.5 times its size.
         ("communication", SHAPED, "all_reduce: line rate", [0.25 / 1.5] * 2),
         ("bucket-size", STRATEGIES + PREDICTED, "bucketed: predicted by the recurrence", [1, 20]),
     ],
@@ -156,11 +156,11 @@ def test_traced_steps_have_lanes_their_exposed_time_and_stacked_memory() -> None
     assert flat.get_title(loc="left") == "flat: a step of 420 ms"
     assert "exposed: 100 ms" in texts(flat.texts)
     assert "exposed: 20 ms" in texts(bucketed.texts)
-    # Memory over time is on one scale.
+    # Both memory timelines share one scale.
     forward, train = draw("memory-timeline", TRACED).axes
     assert forward.get_ylim() == train.get_ylim()
     assert forward.get_title(loc="left") == "forward: peak 6.00 MiB"
-    # Six parts of 1 MiB each are drawn up to the peak.
+    # Six parts of 1 MiB each are stacked up to the peak.
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in forward.collections]
     assert tops == pytest.approx([1, 2, 3, 4, 5, 6])
     assert [line.get_xdata()[0] for line in forward.lines] == pytest.approx([100, 200])

@@ -1,4 +1,4 @@
-"""Pictures and tables of scaling laws, from sweeps whose truth is known."""
+"""Tests of figures and tables of scaling laws, from sweeps on a known surface."""
 
 import pytest
 

@@ -11,7 +11,7 @@ def test_implementations_stand_side_by_side() -> None:
     table = implementations_table(records)
     assert table.headers[3:5] == ("naive: forward, backward (ms)", "tiled: forward, backward (ms)")
     assert table.headers[5:] == ("naive: peak", "tiled: peak")
-    # Nanoseconds for each pair of tokens, one forward and two backward, and 96 bytes.
+    # Per pair of tokens: 1 ns in forward, 2 ns in backward, and 96 bytes.
     assert table.rows[0][2:] == ("128", *["0.0164, 0.0328"] * 2, *["1.50 MiB"] * 2)
     assert table.rows[1][2:] == ("256", "out of memory", "-", "-", "-")
 

@@ -1,4 +1,4 @@
-"""Predicted steps beside measured ones, in words and as a picture."""
+"""Tests of the table and the figure of predicted and measured steps."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,7 @@ STEP = {"model": "small", "batch": "2", "context": "32"}
 
 
 def _held_out(strategy: str, link: str, predicted_s: float) -> HeldOutPrediction:
-    """Returns a case of one second, whose interval is a tenth of the prediction."""
+    """Returns a case measured at one second, with an interval of ±10% around the prediction."""
     labels = {"ranks": "2", "link": link, "strategy": strategy, **STEP}
     terms = {term: 0.1 for group in GROUPS.values() for term in group}
     case = BacktestCase(labels=labels, terms=terms, measured_s=1.0)
@@ -33,13 +33,13 @@ def test_every_strategy_at_every_place_has_a_row() -> None:
     places = [f"2 {link} {name}" for name in ("flat", "sharded") for link in LINKS]
     assert [" ".join(row[:3]).strip() for row in table.rows] == [*places, "all"]
     assert table.rows[0][3:] == ("2", "1000 to 1000", "26.0%", "-50.0%", "1 of 2")
-    # What does not count is shown with its group, but not in the sum.
+    # Uncounted cases are shown in their group, but not in the total.
     assert table.rows[-1][3:] == ("4", "1000 to 1000", "5.0%", "+30.0%", "3 of 4")
 
 
 def test_notes_say_how_far_to_trust_it_and_leave_groups_out_where_enough_are_left() -> None:
     (text,) = backtest_table(HELD_OUT, counted=4).notes
-    # There is one model only, so without it there would be nothing to learn from.
+    # There is only one model, so leaving it out would leave no cases to fit.
     _all, by_link = backtest_table(HELD_OUT * 6, counted=24).notes
     assert by_link.startswith("with all cases of a link left out together, 24 cases")
     assert text.startswith("4 cases: the median of absolute errors is 5.0%, nine in ten are below")

@@ -1,4 +1,4 @@
-"""Predicted memory as text and as a picture."""
+"""Tests of the table and the figure of predicted memory."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Tables of traced steps, from records made by hand."""
+"""Tests of tables of traced steps, from handwritten records."""
 
 import pytest
 
@@ -31,7 +31,7 @@ MEMORY = [MEASURED, prediction_of(MEASURED, {"peak_bytes": 2**20})]
         (profile.operator_table(RECORDS, "s", "forward"), ["aten::mm|matmul|3|200.0|25.0%"]),
         (profile.attention_table(RECORDS, "s"), ["scores|50.0|1 G|20 G", "softmax|40.0|-|-"]),
         (profile.attention_table(RECORDS, "s"), ["values|60.0|1 G|16.7 G"]),
-        # Beside the formula, and the least that is possible.
+        # Next to the FLOPs of the formula, and next to the lower bound of memory.
         (profile.flops_table(FLOPS), ["s|forward|2 G|1.6 G|1.2500"]),
         (profile.memory_table(MEMORY), [f"train|64|float32|6.00 MiB{'|1.00 MiB' * 6}"]),
     ],

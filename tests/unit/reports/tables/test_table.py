@@ -118,7 +118,7 @@ def _printed(table: Table, width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-# Markup in a record is text.
+# Markup in a record is printed as text.
 FIGURES = ("15.3 ± 1.5", "torch_ddp", "[red]x")
 
 
@@ -162,7 +162,7 @@ def test_rows_of_other_columns_are_tables_of_their_own_where_keys_leave_no_room(
     assert "n/a" not in narrow
 
 
-# Of a kind, metrics with their numbers, and columns with their cells.
+# Record kind: metrics and their values -> columns and their cells.
 COLUMN_CASES = """
 kernel: registers 128, spill_bytes 4, shared_bytes 2048, matrix_instructions 8, occupancy 0.25,
     worst_intensity 30, best_intensity 1500, worst_ceiling 0.5

@@ -1,4 +1,4 @@
-"""Every table of the manual on a terminal of 80 and of 120 columns: nothing is cut or split."""
+"""Tests that every table of the manual fits 80 and 120 columns, with nothing cut or split."""
 
 import io
 import itertools
@@ -13,7 +13,7 @@ from paceline.reports.tables.table import Table
 
 GENERATED = pathlib.Path(__file__).parents[4] / "docs" / "generated"
 _LONGEST_WORD = 30
-"""Longer ones are addresses and paths, which a terminal may break."""
+"""Longer words are addresses and paths, which a terminal may break."""
 
 
 def _tables(path: pathlib.Path) -> list[Table]:
@@ -42,7 +42,7 @@ def _rendered(table: Table, width: int) -> str:
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
     "path",
-    # The courses' page is prose, and its tables are no command's.
+    # The courses' page is prose, and no command prints its tables.
     [path for path in sorted(GENERATED.glob("*.md")) if _tables(path) and path.stem != "course"],
     ids=lambda path: path.stem,
 )

@@ -1,4 +1,4 @@
-"""Decisions spend their budget, price mistakes, and name models that can be built."""
+"""Tests that decisions spend their budget, price mistakes, and name buildable models."""
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +59,7 @@ def test_a_run_spends_exact_flops_in_whole_steps() -> None:
     assert run.tokens == run.num_steps * 256 * 2048
     assert run.flops == pytest.approx(1e20, rel=1e-3)
     assert run.flops_per_token == flops_per_token(shape, 2048).model
-    # Attention is work that 6N does not count, the embedding is weights that cost none.
+    # 6N leaves out attention, and counts the embedding, which costs no FLOPs.
     assert run.flops_per_token != pytest.approx(6 * run.parameters, rel=1e-3)
 
 

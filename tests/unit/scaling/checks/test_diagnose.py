@@ -1,4 +1,4 @@
-"""Every pitfall is found where it was put, and not where it was not."""
+"""Tests that every pitfall is found where it was planted, and nowhere else."""
 
 import dataclasses
 
@@ -111,7 +111,7 @@ def test_the_test_of_fit_seldom_cries_wolf(surface: LossSurface) -> None:
         lack = find_lack_of_fit(sweep, fit_parametric(sweep, np.ones((1, len(sweep)))))
         assert lack is not None
         chances.append(lack.chance)
-    # At most uniform if the surface is right: no more than a tenth below a tenth.
+    # If the surface is right, p-values are no smaller than uniform: at most a tenth below 0.1.
     assert np.median(chances) > 0.3
     assert np.mean(np.array(chances) < 0.1) < 0.2
 
@@ -135,7 +135,7 @@ def test_curves_that_had_not_decayed(surface: LossSurface) -> None:
 
 
 def loose_fit(sweep: Sweep, start: LossSurface) -> tuple[LossSurface, int]:
-    """Fits as published: the mean of Huber's loss, L-BFGS-B with its default tolerances."""
+    """Returns the published fit (mean Huber loss, L-BFGS-B, default tolerances) and its steps."""
     from scipy.optimize import minimize
 
     log_n, log_d, log_loss = (
@@ -160,7 +160,7 @@ def loose_fit(sweep: Sweep, start: LossSurface) -> tuple[LossSurface, int]:
     e, a, alpha, b, beta = dataclasses.astuple(start)
     begin = [np.log(e), np.log(a), alpha, np.log(b), beta]
     found = minimize(objective, begin, jac=True, method="L-BFGS-B")
-    assert found.success  # The optimiser is content; that is the trap.
+    assert found.success  # The optimiser reports success; that is the trap.
     logs = np.exp(found.x[[0, 1, 3]])
     surface = LossSurface(
         irreducible=float(logs[0]),

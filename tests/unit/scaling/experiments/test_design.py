@@ -1,4 +1,4 @@
-"""Designs learn the most for their cost, of any candidates and at any price."""
+"""Tests that designs are the most informative for their cost, for any candidates and prices."""
 
 import math
 import pathlib
@@ -54,10 +54,10 @@ def test_the_grid_is_about_the_best_sizes_from_a_ten_thousandth_to_the_target(
 
 def test_sizes_flops_and_price_are_the_users() -> None:
     def hours(parameters: float, tokens: float) -> float:
-        return 6 * parameters * tokens / 1e15 + 10.0  # Every run pays for its start.
+        return 6 * parameters * tokens / 1e15 + 10.0  # Every run has a fixed start-up cost.
 
     runs = candidate_runs(1e19, flops=(1e16, 1e17), sizes=(1e7, 3e7, 1e12), price=hours)
-    # The last size is far from the best of either, and tells nothing of it.
+    # The last size is far from the optimum of either budget, so it is uninformative.
     assert {run.parameters for run in runs} == {1e7, 3e7}
     assert sorted({run.cost for run in runs}) == pytest.approx([20.0, 110.0])
     chosen = propose_runs(None, runs, budget=45.0, target=1e19)
@@ -70,7 +70,7 @@ def test_a_price_changes_what_is_chosen() -> None:
     cheap = propose_runs(None, by_flops, budget=3e17, target=1e19)
     few = propose_runs(None, by_count, budget=len(cheap), target=1e19)
     assert len(few) == len(cheap)
-    # Where runs cost the same, large ones tell more of the target than small ones.
+    # At equal cost, large runs are more informative about the target than small ones.
     largest = [max(6 * run.parameters * run.tokens for run in runs) for runs in (cheap, few)]
     assert largest[1] > 10 * largest[0]
 
@@ -95,7 +95,7 @@ def test_known_runs_are_not_made_again(surface: LossSurface) -> None:
     parameters = np.array([run.parameters for run in first])
     tokens = np.array([run.tokens for run in first])
     known = Sweep(
-        # Models are built of whole layers and run for whole steps.
+        # Real runs deviate slightly: models have whole layers, and runs have whole steps.
         parameters=1.002 * parameters,
         tokens=0.998 * tokens,
         compute=6 * parameters * tokens,
@@ -156,7 +156,7 @@ def test_choosing_beats_choosing_at_random() -> None:
 
 
 def test_a_few_runs_are_weighed_against_the_prior(surface: LossSurface) -> None:
-    """The most probable coefficients are those that a general optimiser finds."""
+    """Compares the most probable coefficients with those of a general optimiser."""
     from scipy.optimize import least_squares
 
     sweep = synthetic_sweep(surface, SweepDesign(budgets=(1e16, 1e17), num_sizes=2))
@@ -167,7 +167,7 @@ def test_a_few_runs_are_weighed_against_the_prior(surface: LossSurface) -> None:
         believed = Belief(mean=mean, covariance=prior.covariance, noise=prior.noise).surface
         off = np.log(sweep.loss / believed.loss(sweep.parameters, sweep.tokens))
         floor, log_p, alpha, log_q, beta = mean - prior.mean
-        # E and the exponents as published, the terms in their ratio, and loosely in their level.
+        # Prior: E and the exponents as published, the ratio of the terms, and loosely their level.
         ratio, level = (log_p - log_q) / math.hypot(*deviation[[1, 3]]), (log_p + log_q) / 2 / 3.0
         expected = floor / deviation[0], alpha / deviation[2], beta / deviation[4], ratio, level
         return np.append(off / prior.noise, expected)
@@ -176,7 +176,7 @@ def test_a_few_runs_are_weighed_against_the_prior(surface: LossSurface) -> None:
     searched = least_squares(residuals, prior.mean, **tight)
     found = learn(sweep.parameters, sweep.tokens, sweep.loss, 0.003)
     np.testing.assert_allclose(found.mean, searched.x, rtol=1e-3)
-    assert found.noise == 0.003  # Four residuals tell nothing of the noise.
+    assert found.noise == 0.003  # Four residuals are too few to estimate noise.
 
 
 def test_learning_recovers_a_surface(surface: LossSurface) -> None:
@@ -191,7 +191,7 @@ def test_learning_recovers_a_surface(surface: LossSurface) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_of_bytes_predict_a_run_of_ten_times_their_compute(seed: int) -> None:
-    # Both terms are a twentieth of what published surfaces have at the same N and D.
+    # Both terms are a twentieth of those of published surfaces at the same N and D.
     surface = LossSurface(0.85, 0.33 * 1e5**0.37, 0.37, 0.42 * 1e6**0.36, 0.36)
     compute = np.repeat(2e12 / 2.0 ** np.arange(5), 4)
     sizes = np.tile([0.5, 0.8, 1.25, 2.0], 5) * surface.optimal_parameters(compute)

@@ -1,4 +1,4 @@
-"""Every method against truths: the courses' runs, noise-free surfaces, and direct searches."""
+"""Tests of every method: the courses' runs, noise-free surfaces, and direct searches."""
 
 import numpy as np
 import pytest
@@ -165,7 +165,7 @@ def test_the_parabola_weighs_runs_by_their_distance_from_the_lowest(surface: Los
     sweep = synthetic_sweep(surface, SweepDesign(reach=16.0, num_sizes=9), noise=0.002, seed=6)
     for profile in find_profiles(sweep):
         offset = np.log(sweep.parameters[profile.members] / sweep.parameters[profile.lowest])
-        # At five times the lowest run's size a run counts exp(-1/2) of it; polyfit squares.
+        # At five times the lowest run's size, a run's weight is exp(-1/2); polyfit squares weights.
         weights = np.exp(-0.25 * (offset / np.log(5)) ** 2)
         fitted = np.polyfit(offset, sweep.loss[profile.members], 2, w=weights)
         vertex = sweep.parameters[profile.lowest] * np.exp(-fitted[1] / (2 * fitted[0]))
@@ -178,8 +178,8 @@ def test_draws_of_a_law_scatter_as_least_squares_says() -> None:
     loss = (2 + 100 * compute**-0.12) * np.exp(0.003 * generator.standard_normal(8))
     found = power_law_through("lowest_run", compute, 0.1 * compute**0.5, loss, 4000)
     residual = loss - found.optimum(compute)[1]
-    # A fit of three coefficients moves by their number times the noise, which is what the
-    # residuals show over the freedom that the fit left them.
+    # The total variance of a fit with three coefficients is three times the noise variance: the
+    # sum of squared residuals over their degrees of freedom, 8 - 3.
     scatter = found.draws(compute)[1].var(axis=0).sum()
     assert scatter == pytest.approx(3 * (residual**2).sum() / (8 - 3), rel=0.2)
 
@@ -211,7 +211,7 @@ def test_the_profile_interval_agrees_with_the_bootstrap(surface: LossSurface) ->
 
 
 def test_the_profile_ends_where_the_runs_object(surface: LossSurface) -> None:
-    """A general optimiser holds N* at both ends and fits the other four coefficients."""
+    """Fixes N* at both ends, and fits the other four coefficients with a general optimiser."""
     from scipy.optimize import least_squares
     from scipy.stats import f
 
@@ -298,7 +298,7 @@ def test_laws_recover_their_own_points() -> None:
 
 
 def test_the_worked_example_of_what_goes_wrong(course_sweep: Sweep) -> None:
-    """Fits of the lowest runs in linear space: a write-up whose answer is 3.5 times too low."""
+    """Repeats a write-up that fits the lowest runs in linear space and ends 3.5 times too low."""
     from scipy.optimize import curve_fit
 
     profiles = find_profiles(course_sweep)
@@ -321,7 +321,7 @@ def test_the_worked_example_of_what_goes_wrong(course_sweep: Sweep) -> None:
         answers.append(shifted(TARGETS, *found))
     np.testing.assert_allclose(answers[0], [3.98e10, 8.55e10], rtol=0.01)
     np.testing.assert_allclose(answers[1], [3.65e11, 1.53e12], rtol=0.01)
-    # Fitted apart, N and D do not spend the budget any more.
+    # Fitted separately, N and D no longer spend the whole budget.
     assert 6 * answers[0][1] * answers[1][1] / 1e24 == pytest.approx(0.78, abs=0.01)
 
 
@@ -337,14 +337,14 @@ def test_coefficients_at_their_bounds_are_the_best_there(seed: int) -> None:
     found = solve_non_negative(gram, moments)
     for row, (design, loss) in enumerate(zip(designs, losses, strict=True)):
         expected, residual = nnls(design, loss)
-        # A surface always has E, A or B; the corner without any is none of its faces.
+        # The enumerated faces have E, or both A and B; other solutions are not surfaces.
         if expected[0] > 0 or (expected[1] > 0 and expected[2] > 0):
             assert np.linalg.norm(loss - design @ found[row]) == pytest.approx(residual, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_one_more_run_ends_within_its_interval(surface: LossSurface) -> None:
-    """Nine in ten of runs with twice the compute, each predicted from another sweep."""
+    """Checks 90% coverage of runs with twice the compute, each predicted from another sweep."""
     design = SweepDesign(budgets=(1e18, 3e18, 1e19, 3e19), num_sizes=6)
     generator = np.random.default_rng(7)
     noise, num_sweeps, held = 0.01, 60, 0

@@ -1,4 +1,4 @@
-"""The method that answers is the one that predicts budgets which it was not shown."""
+"""Tests that the chosen method is the one that best predicts held-out budgets."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The batched optimiser against scipy's, row by row."""
+"""Tests of the batched optimiser against scipy's, row by row."""
 
 import itertools
 
@@ -13,7 +13,7 @@ WIDE = (-np.inf, np.inf)
 
 
 def decays(generator: np.random.Generator, number: int) -> np.ndarray:
-    """Noisy decays a exp(-b t), a row each."""
+    """Returns noisy decays a exp(-b t), one per row."""
     heights, rates = generator.uniform(0.5, 3.0, number), generator.uniform(0.2, 2.0, number)
     clean = heights[:, None] * np.exp(-rates[:, None] * TIMES)
     return clean + 0.05 * generator.standard_normal(clean.shape)
@@ -55,7 +55,7 @@ def test_every_row_ends_where_scipys_does(seed: int) -> None:
         np.testing.assert_allclose(found.coefficients[row], searched.x, rtol=1e-5)
         assert found.objective[row] == pytest.approx(2 * searched.cost, rel=1e-8)
     assert (found.last_step <= 1e-10).all()
-    # The starts are the caller's.
+    # The caller's starting points are unchanged.
     assert (start == [5.0, 0.05]).all()
 
 
@@ -80,7 +80,7 @@ def test_bounds_and_the_largest_step_hold() -> None:
 
 def test_no_step_makes_a_row_worse() -> None:
     observed = decays(np.random.default_rng(7), 30)
-    # From here undamped Gauss-Newton steps overshoot.
+    # From here, undamped Gauss-Newton steps overshoot.
     start = np.tile([20.0, 4.0], (30, 1))
     objectives = [fit_decays(observed, start, max_steps=steps).objective for steps in range(12)]
     assert all((later <= earlier).all() for earlier, later in itertools.pairwise(objectives))

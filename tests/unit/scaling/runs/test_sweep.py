@@ -1,4 +1,4 @@
-"""Rows are checked: wrong numbers are errors, runs that went wrong are left out and told."""
+"""Tests of row checks: invalid numbers are errors; failed runs are left out and reported."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Sets of instants, against plain Python sets."""
+"""Tests of interval sets against plain Python sets of instants."""
 
 import itertools
 

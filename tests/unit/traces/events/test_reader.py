@@ -1,4 +1,4 @@
-"""Reading traces: whole, cut off, damaged and hostile."""
+"""Tests of reading traces: complete, truncated, damaged and hostile."""
 
 import gzip
 import json
@@ -76,7 +76,7 @@ def test_an_event_may_be_cut_off_at_any_byte(tmp_path: pathlib.Path) -> None:
         reader = TraceReader(path, AnyEvent)
         assert [event["name"] for events in reader for event in events] == ["first"]
         assert reader.is_truncated
-    # A fault before the cut is damage, whatever is missing after it.
+    # An error before the cut is damage, regardless of what is missing after it.
     path.write_bytes(whole[:-1].replace(b"true", b"tr e"))
     with pytest.raises(TraceError, match=f"byte {whole.index(b'true')}: "):
         list(TraceReader(path, AnyEvent))

@@ -1,4 +1,4 @@
-"""Memory by category: worked by hand, and of a real step."""
+"""Tests of memory by category: computed by hand, and for a real step."""
 
 import pathlib
 
@@ -24,12 +24,12 @@ def _allocation(address: int, num_bytes: int, start: float, end: float | None) -
 def test_categories_worked_by_hand() -> None:
     trace = AllocationTrace(
         allocations=[
-            _allocation(1, 100, start=1, end=3),  # Comes and goes in forward.
-            _allocation(2, 200, start=2, end=15),  # Forward leaves it for backward.
+            _allocation(1, 100, start=1, end=3),  # Allocated and freed in forward.
+            _allocation(2, 200, start=2, end=15),  # Kept by forward for backward.
             _allocation(3, 400, start=12, end=25),  # A gradient.
             _allocation(3, 50, start=5, end=6),  # The same address, before it was a gradient.
-            _allocation(4, 800, start=13, end=14),  # Comes and goes in backward.
-            _allocation(5, 1600, start=22, end=None),  # The optimizer's, and it stays.
+            _allocation(4, 800, start=13, end=14),  # Allocated and freed in backward.
+            _allocation(5, 1600, start=22, end=None),  # From the optimizer, never freed.
         ],
         ranges={FORWARD: (0, 10), BACKWARD: (10, 20), OPTIMIZER: (20, 30)},
     )
@@ -88,7 +88,7 @@ def test_a_real_step(tmp_path: pathlib.Path) -> None:
     trace = read_allocations(path, on_device=False)
     timeline = memory_timeline(trace, resident={}, gradient_addresses=addresses)
     assert timeline.num_bytes[Category.GRADIENTS][-1] == 4 * (width * width + width)
-    # What tanh gives is needed by its own backward and by the last layer's; the rest is small.
+    # The output of tanh is needed by its own backward and by the last layer's; the rest is small.
     activations = max(timeline.num_bytes[Category.ACTIVATIONS])
     assert 4 * rows * width <= activations <= 2.2 * 4 * rows * width
     model.zero_grad()
@@ -96,7 +96,7 @@ def test_a_real_step(tmp_path: pathlib.Path) -> None:
     assert timeline.peak_bytes == pytest.approx(peaks["step"], rel=0.01)
     largest = timeline.largest[0]
     assert (largest.category, largest.num_bytes) == (Category.GRADIENTS, 4 * width * width)
-    # Backward runs no Python: its line is that of the operator in forward.
+    # Backward runs no Python, so its line is that of the forward operator.
     assert "Backward0 of" in largest.place
     assert "memory/test_timeline.py" in largest.place
     of_forward = [g for g in timeline.largest if g.category == Category.ACTIVATIONS]
@@ -104,7 +104,7 @@ def test_a_real_step(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_release_that_is_reported_late_does_not_count_memory_twice() -> None:
-    # The second allocation at 1 was made of what the release after it gave back.
+    # The second allocation at address 1 reuses memory whose release is reported after it.
     reported = [(1, 100), (2, 50), (1, 80), (1, -100), (2, -50), (1, -80)]
     assert list(allocation_changes(reported)) == [100, 50, -20, 0, -50, -80]
 

@@ -1,4 +1,4 @@
-"""Where a trace's time went, against looking at every instant."""
+"""Tests of the breakdown of a trace's time, against a check of every instant."""
 
 import pathlib
 import tempfile
@@ -15,7 +15,8 @@ from paceline.traces.steps.operators import EVERYWHERE
 from paceline.traces.steps.overlap import INTERPRETER_PAUSE_NS
 from tests.unit.traces.trace_files import Span, rank_name, write_trace
 
-# Times are multiples of this, so that pauses of one or two are the interpreter's and longer not.
+# All times are multiples of this unit: pauses of one or two units count as the interpreter's,
+# longer ones do not.
 UNIT_US = 200
 _LONGEST_PAUSE = INTERPRETER_PAUSE_NS // (UNIT_US * 1000)
 
@@ -71,7 +72,7 @@ def _operators(spans: list[Span], lines: set[int]) -> list[Span]:
 
 
 def _expected(spans: list[Span], start: int, end: int) -> dict[str, float]:
-    """Looks at every instant of a step of the only rank."""
+    """Returns the parts of a single rank's step, by checking every instant."""
     touching = [
         span
         for span in spans
@@ -128,7 +129,7 @@ def test_steps_are_divided_as_by_looking_at_every_instant(
     windows = [(first_start, first_start + first_length)]
     windows.append((windows[0][1] + between, windows[0][1] + between + second_length))
     steps = [_span("user_annotation", step_range("label"), *window) for window in windows]
-    # c10d's own operators, which only start a collective, are no work.
+    # c10d's own operators only start a collective, and do not count as work.
     analysis = _analyse([*events, *steps, _span("cpu_op", "c10d::allreduce_", 0, 90)])
     assert [step.label for step in analysis.steps] == ["label", "label"]
     for step, window in zip(analysis.steps, windows, strict=True):

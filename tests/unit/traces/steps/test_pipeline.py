@@ -13,7 +13,7 @@ from tests.unit.traces.trace_files import Span, rank_name, write_trace
 def _one_forward_one_backward(
     num_micro_batches: int, message_us: float, slower: float = 1.0
 ) -> list[Span]:
-    """1F1B on two ranks: a forward takes 1000 us, a backward 2000 us, more on a slower last one."""
+    """Returns 1F1B on two ranks: 1000 us forward, 2000 us backward, times `slower` on the last."""
     spans = []
     orders = {0: ["forward 0"], 1: []}
     for number in range(num_micro_batches):
@@ -78,7 +78,7 @@ def test_a_slower_stage_is_told_from_the_bubble(tmp_path: pathlib.Path) -> None:
     trace = write_trace(tmp_path / "trace.json", spans, rank_name(0, 0), rank_name(1, 1))
     (step,) = pipeline_steps(analyse_trace(trace).steps, {0, 1})
     assert step.order_bubble == pytest.approx(1 / 8)
-    # The slower rank sets the pace, after the first forward and before the last backward.
+    # The slower rank works from the end of the first forward to the start of the last backward.
     assert step.idle == pytest.approx(2 * (8 * 4.5 + 3) / (8 * 7.5) - 1)
     assert step.imbalance == pytest.approx(step.idle - 1 / 8)
     assert step.messages == pytest.approx(0)

@@ -1,4 +1,4 @@
-"""To whom each instant belongs, against looking at every instant."""
+"""Tests of the event that each instant belongs to, against a check of every instant."""
 
 import numpy as np
 from hypothesis import given
@@ -17,7 +17,7 @@ def test_each_instant_belongs_to_the_event_that_began_last(events: list[tuple[in
     expected = [0] * len(events)
     for instant in range(50):
         open_events = [
-            # Began last; of those that began together the shorter; of equal ones the later.
+            # The latest start wins; then the shorter event; then the later in the list.
             ((start, -end, index), index)
             for index, (start, end) in enumerate(events)
             if start <= instant < end

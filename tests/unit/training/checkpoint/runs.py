@@ -1,4 +1,4 @@
-"""A small run of one process, and what tests do to its checkpoints."""
+"""A small single-process run, and helpers to save and compare it."""
 
 import pathlib
 from typing import Any
@@ -12,7 +12,7 @@ from paceline.training.checkpoint.state.training import load_training_state, tra
 
 
 class SmallRun:
-    """A model and its optimizer, a step of which changes every number."""
+    """A model and its optimizer; a step changes every number."""
 
     def __init__(self, seed: int = 0, width: int = 7) -> None:
         torch.manual_seed(seed)
@@ -33,7 +33,7 @@ class SmallRun:
         )
 
     def numbers(self) -> list[torch.Tensor]:
-        """Returns copies of all there is."""
+        """Returns copies of all parameters and optimizer states."""
         state = self.optimizer.state
         kept = [
             one.detach() if isinstance(one, torch.Tensor) else one
@@ -50,7 +50,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def save_steps(
     place: pathlib.Path | str, steps: list[int], *, width: int = 7, **options: Any
 ) -> dict[int, Any]:
-    """Saves a run at steps, and returns what its numbers were at each."""
+    """Saves a run at each of the steps, and returns its numbers by step."""
     run = SmallRun(width=width)
     numbers = {}
     with Checkpointer(place, **{"asynchronous": False, **options}) as checkpointer:

@@ -1,4 +1,4 @@
-"""``paceline checkpoint list`` and ``verify``, which do not load torch."""
+"""Tests of ``paceline checkpoint list`` and ``verify``, which do not import torch."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or failing is named, and the checkpoint before it stays."""
+"""Tests of full, read-only and failing disks: they are named, and the last checkpoint stays."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ _PAGE = 4096
 
 @pytest.fixture
 def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file system of 256 KiB."""
+    """Yields a file system of 256 KiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root")
     disk = tmp_path / "disk"
@@ -39,7 +39,7 @@ def _free_bytes(disk: pathlib.Path) -> int:
 
 
 def _save(place: pathlib.Path, run: SmallRun, step: int, *, asynchronous: bool) -> None:
-    # One tensor per file, so that there are many writes to fail at.
+    # One tensor per file, so that many different writes can fail.
     with Checkpointer(place, asynchronous=asynchronous, max_file_bytes=1) as checkpointer:
         checkpointer.save(step, run.state(), {"step": step})
 
@@ -76,7 +76,7 @@ def test_full_at_every_write(small_disk: pathlib.Path, asynchronous: bool) -> No
         assert equal(other.numbers(), saved[1])
         (small_disk / "ballast").unlink()
     assert num_failures > 10
-    assert len(named) > 10  # Each time the file that there was no room for.
+    assert len(named) > 10  # Each error names the file that did not fit.
     assert any(name.endswith("manifest.json") for name in named)
     assert SmallRun().load(place).step == 2  # type: ignore[union-attr]
 

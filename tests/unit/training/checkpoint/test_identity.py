@@ -1,4 +1,4 @@
-"""A checkpoint of another model is told apart by what differs."""
+"""Tests that a checkpoint of another model is recognized by its differences."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint is found and named, and an older one is used."""
+"""Tests that any damage to a checkpoint file is found and named, and an older one is used."""
 
 import pathlib
 import random
@@ -18,7 +18,7 @@ NEW_NAME = "step-00000020"
 
 
 class Pair:
-    """Two checkpoints of a run, the newer of which is damaged in one way after another."""
+    """Two checkpoints of a run; tests damage the newer one in many ways."""
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.place = directory / "checkpoints"
@@ -31,7 +31,7 @@ class Pair:
         return sorted((self.place / NEW_NAME).iterdir())
 
     def require_found(self, file: pathlib.Path, what: str) -> None:
-        """The damage is found by both ways to look, named, and the older checkpoint is loaded."""
+        """Requires that verify and load find and name the damage, and load the older checkpoint."""
         findings = list(verify_checkpoint(self.place, NEW))
         assert findings, f"{what}: verify found nothing"
         assert any(file.name in finding.message for finding in findings), f"{what}: {findings}"
@@ -63,7 +63,7 @@ def test_undamaged_the_newer_is_loaded(pair: Pair) -> None:
 def _flip(pair: Pair, number: int, seed: int) -> None:
     chosen = random.Random(seed)
     places = [(file, byte) for file in pair.files() for byte in range(file.stat().st_size)]
-    # Every file at its first and last byte, then anywhere.
+    # The first and last byte of every file, then random bytes.
     ends = [(file, byte) for file in pair.files() for byte in (0, file.stat().st_size - 1)]
     for file, byte in [*ends, *chosen.sample(places, number - len(ends))]:
         content = bytearray(file.read_bytes())
@@ -130,13 +130,13 @@ def test_a_tensor_and_the_rank_that_saved_it_are_named(pair: Pair) -> None:
         restored.passed_over[0].message,
     )
     aside = [path.name for path in pair.place.iterdir() if ".damaged-" in path.name]
-    assert len(aside) == 1  # For somebody to look at; the step can be saved again.
+    assert len(aside) == 1  # Kept for inspection; the step can be saved again.
     assert [summary.step for summary in list_checkpoints(pair.place)] == [OLD]
     pair.restore()
 
 
 def test_damage_to_what_nobody_asked_for_is_found(pair: Pair) -> None:
-    """A model alone is loaded; the optimizer's state is damaged."""
+    """Loads only the model, while the optimizer's state is damaged."""
     from paceline.training.checkpoint.restore import load_newest_valid
 
     content = (pair.place / NEW_NAME / "manifest.json").read_text()

@@ -1,4 +1,4 @@
-"""Memory of a run on a host: whose it is, who may open it, when it is given back."""
+"""Tests of a run's memory on a host: ownership, permissions and cleanup."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ def test_memory_of_a_run_that_is_gone_is_swept(tmp_path: pathlib.Path) -> None:
     foreign = tmp_path / "paceline-foreign"
     foreign.mkdir()
     _open(tmp_path, tmp_path / "next")
-    assert held.directory.exists()  # By this process.
+    assert held.directory.exists()  # Held by this process.
     assert recent.directory.exists()
     assert foreign.exists()
     assert not gone.directory.exists()

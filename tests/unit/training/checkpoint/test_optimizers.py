@@ -1,4 +1,4 @@
-"""Whatever an optimizer keeps comes back: state of any shape, options, several side by side."""
+"""Tests that all optimizer state is restored: any shape, options, several optimizers."""
 
 import pathlib
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def _step(model: nn.Module, optimizers: Optimizers, number: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_to_the_bit(tmp_path: pathlib.Path, case: str) -> None:
-    # Strides, scalars, complex numbers; not for those that treat matrices as such.
+    # Strides, scalars, complex numbers; not for optimizers that treat matrices specially.
     make: Any = Shapes if case in ("adamw", "amsgrad", "sgd") else Plain
     torch.manual_seed(0)
     model = make()

@@ -1,4 +1,4 @@
-"""What killed and failed saves leave behind, and which checkpoints stay."""
+"""Tests of the leftovers of killed and failed saves, and of which checkpoints are kept."""
 
 import os
 import pathlib
@@ -57,7 +57,7 @@ def test_failed_saves_leave_the_one_before(tmp_path: pathlib.Path) -> None:
     run = SmallRun()
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, run.state(), None)
-        checkpointer.save(2, {"bad": {1}}, None)  # It fails on the thread.
+        checkpointer.save(2, {"bad": {1}}, None)  # Fails on the writer thread.
         with pytest.raises(CheckpointError, match=r"step 2: rank 0: bad: a checkpoint can contain"):
             checkpointer.wait()
         assert not checkpointer.failed
@@ -87,8 +87,8 @@ def test_attempts_in_a_bucket_are_swept_once_a_newer_step_is_there(s3: str) -> N
     assert place.steps() == [2]
     assert list(place.storage(1).sizes()) == []
     assert len(place.storage(2).sizes()) == 2
-    assert len(place.storage(3).sizes()) == 1  # It may be under way.
+    assert len(place.storage(3).sizes()) == 1  # The save may be in flight.
     place.set_aside(2, "x")
     assert place.steps() == []
     save_steps(url, [4])
-    assert len(place.storage(2).sizes()) == 2  # For somebody to look at.
+    assert len(place.storage(2).sizes()) == 2  # Kept for inspection.

@@ -1,4 +1,4 @@
-"""A checkpoint comes back as it was saved; what is no tensor is JSON, and nothing is a pickle."""
+"""Tests that checkpoints restore exactly; values other than tensors are JSON, never pickles."""
 
 import functools
 import json
@@ -148,7 +148,7 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path: pathlib.Path, value:
             CheckpointError, match="the run's identity: a checkpoint can contain tensors"
         ):
             checkpointer.save(0, {}, {"x": value})
-        if not isinstance(value, (tuple, dict)):  # torch takes these apart.
+        if not isinstance(value, (tuple, dict)):  # torch flattens these.
             with pytest.raises(
                 CheckpointError, match=r"deep\.x: a checkpoint can contain tensors and"
             ):

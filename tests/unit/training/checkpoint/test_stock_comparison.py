@@ -1,4 +1,4 @@
-"""The same damage to checkpoints of torch's own and to ours: what each makes of it."""
+"""Compares how torch's own checkpoints and Paceline's handle the same damage."""
 
 import collections
 import logging
@@ -26,7 +26,7 @@ Damage = Callable[[pathlib.Path, pathlib.Path], None]
 def _outcomes(
     directory: pathlib.Path, older: pathlib.Path, check: Callable[[], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields what was done to a checkpoint, and what became of loading it."""
+    """Yields each kind of damage to a checkpoint and the outcome of loading it."""
     copy = directory.with_name(f"{directory.name}-copy")
     shutil.copytree(directory, copy)
     files = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
@@ -83,7 +83,7 @@ def test_what_is_found(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str
         loaded = run.state()
         try:
             dcp.load(loaded, checkpoint_id=tmp_path / "stock" / "step-2")
-        except BaseException as error:  # torch's own failure is no Exception.
+        except BaseException as error:  # torch's own failure is not an Exception.
             return f"error ({type(error).__name__})"
         is_right = equal(_tensors(loaded), expected)
         return f"loaded silently, numbers {'right' if is_right else 'wrong'}"

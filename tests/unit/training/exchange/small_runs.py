@@ -1,4 +1,4 @@
-"""The directory of a small run, made without training."""
+"""The directory of a small run, created without training."""
 
 import pathlib
 
@@ -22,7 +22,7 @@ SHAPE = ModelShape(
 def save_run(
     run: pathlib.Path | str, shape: ModelShape = SHAPE, steps: tuple[int, ...] = (10,)
 ) -> TransformerLM:
-    """Saves a model at steps, each with other weights; returns the last."""
+    """Saves a model with different weights at each step; returns the last."""
     open_storage(run).write("tokenizer.json", byte_tokenizer_json().encode())
     identity = RunIdentity(shape=shape, end_of_document=255, data={"position": 7})
     with Checkpointer(f"{run}/checkpoints", asynchronous=False) as checkpointer:

@@ -1,4 +1,4 @@
-"""A checkpoint leaves as a Hugging Face model, and comes back to the bit."""
+"""Tests of exporting a checkpoint as a Hugging Face model and importing it, bit for bit."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""``paceline generate`` continues a text as the model says, from a run and from its export."""
+"""Tests that ``paceline generate`` samples from the model, for a run and for its export."""
 
 import json
 import pathlib

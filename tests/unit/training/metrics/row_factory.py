@@ -1,4 +1,4 @@
-"""Rows of a run that never was."""
+"""Metrics rows of a fictitious run."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from paceline.training.metrics.rows import EvaluationRow, EventRow, StepRow
 
 
 def expectation(**changes: Any) -> Expectation:
-    """Returns what is known of a run of 100 steps."""
+    """Returns the expectation of a run of 100 steps."""
     known: dict[str, Any] = {
         "num_steps": 100,
         "tokens_per_step": 1000,
@@ -18,7 +18,7 @@ def expectation(**changes: Any) -> Expectation:
 
 
 def step_row(step: int, **changes: Any) -> StepRow:
-    """Returns a step of half a second."""
+    """Returns the row of a step of half a second."""
     known: dict[str, Any] = {
         "tokens": 1000 * step,
         "loss": 5.0 - step / 100,
@@ -33,12 +33,12 @@ def step_row(step: int, **changes: Any) -> StepRow:
 
 
 def evaluation_row(step: int, **changes: Any) -> EvaluationRow:
-    """Returns an evaluation of two seconds."""
+    """Returns the row of an evaluation of two seconds."""
     return EvaluationRow(
         step=step, **{"loss": 4.5, "bits_per_byte": 1.25, "time_s": 2.0, **changes}
     )
 
 
 def started(step: int = 0) -> EventRow:
-    """Returns the beginning of an attempt."""
+    """Returns the row of an attempt's start."""
     return EventRow(step=step, name="started", message=f"from step {step}")

@@ -1,4 +1,4 @@
-"""Who is told of a run: the log, the file, and all of them together."""
+"""Tests of a run's observers: the log, the file, and several together."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ from tests.unit.training.metrics.row_factory import evaluation_row, expectation,
 
 
 class _Fragile:
-    """Fails at one step."""
+    """Fails at one step and on closing."""
 
     def __init__(self, step: int) -> None:
         self._step = step

@@ -1,4 +1,4 @@
-"""The panel in a terminal, of any width and in any alphabet."""
+"""Tests of the terminal panel, at any width and in any encoding."""
 
 import io
 from typing import Any
@@ -11,7 +11,7 @@ from tests.unit.training.metrics.row_factory import evaluation_row, expectation,
 
 
 def _shown(width: int = 80, encoding: str = "utf-8", **known: Any) -> str:
-    """Returns what stands on a terminal after 40 of 100 steps."""
+    """Returns the terminal output after 40 of 100 steps."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=file, force_terminal=True, width=width, color_system=None)
     panel = PanelObserver("run", expectation(**known), console)

@@ -1,4 +1,4 @@
-"""What costs something is looked at every few steps only."""
+"""Tests that costly measurements are taken only every few steps."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def test_only_steps_that_are_due_are_looked_at() -> None:
         looks.append(probe.look(step))
     assert looks[0] == looks[2] == Look()
     assert looks[1].memory_bytes is not None
-    assert looks[1].exposed_communication_s is None  # One rank waits for nobody.
+    assert looks[1].exposed_communication_s is None  # A single rank does not communicate.
     silent = StepProbe(nn.Linear(4, 4), torch.device("cpu"), every_steps=1, enabled=False)
     silent.prepare(4)
     assert silent.look(4) == Look()

@@ -1,4 +1,4 @@
-"""Where a run stands: trend, spread, time left."""
+"""Tests of a run's progress: trend, spread and time left."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""A finished run leaves a record; models of others are named, and nothing is predicted of them."""
+"""Tests of the record of a finished run; foreign models are named, but not predicted."""
 
 import dataclasses
 import pathlib

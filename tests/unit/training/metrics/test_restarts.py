@@ -1,4 +1,4 @@
-"""Restarts are told of once, before the first step after them, with what they took."""
+"""Tests that restarts are reported once, before the next step, with their duration."""
 
 import time
 
@@ -47,7 +47,7 @@ def _step(step: int) -> StepRow:
 def test_restarts_are_told_of_before_the_first_step() -> None:
     now = time.monotonic()
     listener = _Listener()
-    # The first of the two did not reach a step.
+    # The first of the two restarts did not reach a step.
     teller = RestartTeller(listener, [_restart(1, now - 3), _restart(2, now - 1)], now - 0.5)
     teller.note(EventRow(step=20, name="started", message=""))
     teller.note(_step(21))

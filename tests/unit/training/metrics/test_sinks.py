@@ -1,4 +1,4 @@
-"""Trackers get what a run measures; those that are missing or die are named."""
+"""Tests that trackers receive a run's metrics, and that missing or failing ones are named."""
 
 import pathlib
 import shutil
@@ -27,7 +27,7 @@ def _sink(directory: pathlib.Path, name: SinkName) -> Observer:
 
 
 def _train(sink: Observer, first: int, last: int, *, end: str = "finished") -> None:
-    """Tells of an attempt that ends after a step."""
+    """Sends a sink the rows of an attempt from step `first` to step `last`."""
     sink.note(started(first))
     for step in range(first + 1, last + 1):
         sink.note(step_row(step, memory_bytes=2**20))
@@ -44,7 +44,7 @@ def test_a_missing_package_is_named_with_its_extra(
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UsageError, match=r"tensorboard, which is not .*'paceline\[tensorboard\]'"):
         require_sinks(["tensorboard"])
-    # What W&B leaves behind in the working directory is no package.
+    # W&B's output directory in the working directory is not the package.
     (tmp_path / "wandb").mkdir()
     with pytest.raises(UsageError, match="wandb, which is not installed"):
         require_sinks(["wandb"])
@@ -73,7 +73,7 @@ def test_wandb_works_without_a_network(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for first, last in ((0, 4), (2, 6)):
         _train(_sink(tmp_path, "wandb"), first, last)
-    # Both attempts are one run, which W&B joins when they are uploaded.
+    # Both attempts are one run, which W&B merges on upload.
     name = (tmp_path / "wandb" / "run-id").read_text(encoding="utf-8")
     kept = list((tmp_path / "wandb").glob("offline-run-*"))
     assert {place.name.rpartition("-")[2] for place in kept} == {name}

@@ -1,4 +1,4 @@
-"""What all rows of a run say together."""
+"""Tests of the summary of a run's rows."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def _saved(step: int) -> EventRow:
 
 
 def _rows() -> list[MetricsRow]:
-    """Returns a run that was killed after its checkpoint of step 3 and went on from it."""
+    """Returns the rows of a run that was killed and resumed from its checkpoint at step 3."""
     return [
         started(),
         step_row(1, step_time_s=5.0),
@@ -36,7 +36,7 @@ def test_time_goes_to_phases_and_adds_up() -> None:
     assert times.checkpoint_s == 2.0
     assert times.data_wait_s == pytest.approx(0.06)
     assert times.exposed_communication_s == pytest.approx(6 * 0.2)
-    # Of the 14 s of steps, only the evaluation after step 4 was within one of them.
+    # Only the evaluation after step 4 is part of the 14 s of steps.
     assert times.compute_s == pytest.approx(14 - 0.06 - 1.2 - 2.0)
     assert times.total_s == pytest.approx(14 + 4 + 2)
 

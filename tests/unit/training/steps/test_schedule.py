@@ -1,4 +1,4 @@
-"""Learning rates rise, stay and fall as their names say."""
+"""Tests that learning rates follow the named schedules."""
 
 import itertools
 

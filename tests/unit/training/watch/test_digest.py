@@ -1,4 +1,4 @@
-"""Every single bit counts in a tensor's hash, wherever the tensor lies in memory."""
+"""Tests that every bit of a tensor affects its hash, at any position in memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A spike stands far above the last losses, measured by how these vary."""
+"""Tests of loss spikes: far above recent losses, relative to their spread."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Who has not answered is to blame; if all have, who is behind."""
+"""Tests of blame: ranks that do not answer, or if all do, ranks that are behind."""
 
 from paceline.training.watch.roll_call import Presence, blame
 from paceline.training.watch.stacks import LastCollective

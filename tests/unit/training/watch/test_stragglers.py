@@ -1,4 +1,4 @@
-"""A histogram of the ranks' own times shows an outlier, whatever the number of ranks."""
+"""Tests that a histogram of the ranks' times shows an outlier, for any number of ranks."""
 
 import torch
 
@@ -32,6 +32,6 @@ def test_a_rank_says_that_it_was_stopped() -> None:
         *bins, stopped = stragglers.notes(0.1, 0.0)
         assert not stopped
     assert sum(bins) == 1
-    assert stragglers.notes(0.1, 4.8)[-1] == 1  # While it waited.
-    assert stragglers.notes(5.1, 0.0)[-1] == 1  # While it computed.
+    assert stragglers.notes(0.1, 4.8)[-1] == 1  # Stopped while it waited.
+    assert stragglers.notes(5.1, 0.0)[-1] == 1  # Stopped while it computed.
     assert stragglers.notes(0.1, 0.0)[-1] == 0

@@ -1,4 +1,4 @@
-"""A machine that a loop can be gone round on without training: its runs lie on a surface."""
+"""A fake machine to run a loop without training: losses lie on a known surface."""
 
 import dataclasses
 import pathlib
@@ -21,10 +21,10 @@ QUESTION = LoopQuestion(
 
 @dataclasses.dataclass
 class FakeCalibration:
-    """Writes the records of a machine on which everything takes a nanosecond."""
+    """Writes the calibration records of a fictitious, very fast machine."""
 
     calls: list[int] = dataclasses.field(default_factory=list)
-    """The numbers of ranks that were measured."""
+    """The world sizes that were calibrated, in order."""
 
     def __call__(
         self, models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
@@ -82,7 +82,7 @@ def make_runner(
     deadline_s: float | None = None,
     tell: Callable[[str, Sequence[str]], None] = lambda _stage, _lines: None,
 ) -> LoopRunner:
-    """Returns a loop whose runs are those of an executor."""
+    """Returns a loop whose runs are executed by `executor`."""
     directory = LoopDirectory(path / "loop")
     return LoopRunner(
         directory=directory,

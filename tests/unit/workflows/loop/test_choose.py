@@ -1,4 +1,4 @@
-"""Which model a fit chooses, how sure that is, and when it is not sure enough."""
+"""Tests of the model that a fit chooses, its uncertainty, and the limit of uncertainty."""
 
 import numpy as np
 import pytest
@@ -45,5 +45,5 @@ def test_the_interval_is_that_of_one_run() -> None:
         assert model.loss.high is not None
         assert model.loss.low < float(SURFACE.optimal_loss(QUESTION.budget)) < model.loss.high
         widths.append(model.loss.high / model.loss.low - 1)
-    # Losses of single runs scatter by 1%, 90% of them by up to 1.6% on either side.
+    # Losses of single runs have a spread of 1%, so 90% lie within 1.6% on either side.
     assert widths[1] > 0.032 > widths[0]

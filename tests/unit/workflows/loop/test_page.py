@@ -1,4 +1,4 @@
-"""The page of a loop: every stage is on it, and nothing is fetched."""
+"""Tests of the page of a loop: it shows every stage and loads nothing."""
 
 import pathlib
 import shutil
@@ -25,7 +25,7 @@ def test_the_page_shows_every_stage(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match="the loop has not ended"):
         write_loop_page(runner.directory, tmp_path / "history.jsonl")
     outcome = runner.run(QUESTION, BASE)
-    # A fake run has no steps; those of a real one take their place.
+    # A fake run has no steps, so those of a real run are copied.
     for path in RUN.iterdir():
         if path.name != RECORD:
             shutil.copy(path, runner.directory.run)

@@ -1,4 +1,4 @@
-"""Loops from a budget to an outcome, with runs whose losses lie on a known surface."""
+"""Tests of loops from budget to outcome, with runs whose losses lie on a known surface."""
 
 import pathlib
 import random
@@ -41,7 +41,7 @@ def test_every_prediction_is_remembered_and_corrects_the_next(tmp_path: pathlib.
         *("step_time_s", "memory_bytes", "duration_s", "heldout_loss")
     }
     assert history[-len(outcome.entries) :] == list(outcome.entries)
-    # All fake runs hold 400 MB, whatever the formulas say of their tensors.
+    # All fake runs report 400 MB, regardless of the formulas for their tensors.
     (memory,) = [each for each in outcome.entries if each.quantity == "memory_bytes"]
     assert memory.predicted is not None
     assert memory.predicted.low is not None
@@ -125,11 +125,22 @@ def test_a_layout_whose_pilot_run_fails_is_not_taken(tmp_path: pathlib.Path) -> 
     assert layout.chosen.ranks == 2
     assert layout.chosen.pilot is not None
     assert [each.pilot for each in layout.candidates[1:]] == [None] * (len(layout.candidates) - 1)
-    assert 1 not in {each.ranks for each in layout.candidates}
-    # What was measured is what is predicted, and no interval is narrower than repeated runs.
+    assert 1 in {each.ranks for each in layout.candidates[1:]}
+    # The pilot's measurement is the prediction, and no interval is narrower than the run-to-run
+    # spread.
     assert layout.step_time_s.value == layout.chosen.pilot.step_time_s
     assert layout.step_time_s.low is not None
     assert layout.step_time_s.low < 0.96 * layout.step_time_s.value
+
+
+def test_the_duration_of_a_resumed_run_is_not_known(tmp_path: pathlib.Path) -> None:
+    runner = make_runner(tmp_path, FakeExecutor(resumed=["fit-01", "final"]))
+    outcome = runner.run(QUESTION, BASE)
+    assert "duration_s" not in {each.quantity for each in outcome.entries}
+    history = read_history(tmp_path / "history.jsonl")
+    timed = {each.run.partition("/")[2] for each in history if each.quantity == "duration_s"}
+    assert "fit-02" in timed
+    assert not timed & {"fit-01", "final"}
 
 
 def test_a_model_that_trains_on_no_number_of_ranks_ends_the_loop(tmp_path: pathlib.Path) -> None:

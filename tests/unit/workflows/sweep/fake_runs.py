@@ -1,4 +1,4 @@
-"""Runs of a sweep that need no training: their losses lie on a surface."""
+"""Fake runs of a sweep, without training: losses lie on a known surface."""
 
 import dataclasses
 import math
@@ -27,15 +27,17 @@ BASE = RunConfig(out="base", data=DataConfig(sources=(SourceConfig(place="tokens
 
 @dataclasses.dataclass
 class FakeExecutor:
-    """Gives every run the loss of the surface, at a learning rate that is twice the best one."""
+    """Gives every run the loss of the surface; the best learning rate is half of the law's."""
 
     made: list[str] = dataclasses.field(default_factory=list)
-    """Names of the runs that were begun."""
+    """Labels of the runs that were started."""
     dies_after: int | None = None
-    """How many runs may end before the process dies, as by kill -9."""
+    """Number of runs after which the process dies, as by kill -9."""
     failing: Sequence[str] = ()
     killed: Sequence[str] = ()
-    """Runs that never come to an end."""
+    """Labels of runs that never finish."""
+    resumed: Sequence[str] = ()
+    """Labels of runs that finish in their second attempt."""
 
     def run(self, tasks: Sequence[RunTask]) -> Iterator[str]:
         for task in tasks:
@@ -48,11 +50,12 @@ class FakeExecutor:
             if task.label in self.failing:
                 write_ending(directory, Ending(outcome="diverged", reason="not finite", time_s=1.0))
             else:
-                _finish(directory, read_config(pathlib.Path(task.config)))
+                config = read_config(pathlib.Path(task.config))
+                _finish(directory, config, is_resumed=task.label in self.resumed)
             yield task.label
 
 
-def _finish(directory: pathlib.Path, config: RunConfig) -> None:
+def _finish(directory: pathlib.Path, config: RunConfig, *, is_resumed: bool) -> None:
     shape = config.model.shape
     parameters = count_parameters(shape).total
     tokens = config.training.steps * config.tokens_per_step
@@ -81,4 +84,5 @@ def _finish(directory: pathlib.Path, config: RunConfig) -> None:
             outcome="ok",
         )
     )
-    write_ending(directory, Ending(outcome="ok", time_s=1.0 + tokens * parameters * 6e-11))
+    time_s = 1.0 + tokens * parameters * 6e-11
+    write_ending(directory, Ending(outcome="ok", time_s=time_s, is_resumed=is_resumed))

@@ -1,4 +1,4 @@
-"""Planned runs: buildable, within the budget, and what the rule says of them."""
+"""Tests of planned runs: buildable, within the budget, and with the rule's hyperparameters."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def test_runs_keep_the_budget_and_can_be_built(
     try:
         runs = exploring_runs(question, Rule())
     except UsageError:
-        # Embeddings of a large vocabulary alone are too much for a small budget.
+        # The embeddings of a large vocabulary alone exceed a small budget.
         assert vocab_size > 256
         return
     assert sum(run.flops for run in runs) <= 1.1 * 5 * (1 / 16 + 1 / 8 + 1 / 4) * target / 8
@@ -80,7 +80,7 @@ def test_the_check_varies_one_thing_at_a_time() -> None:
     rule, *_, half, twice = batches
     assert half.batch_size == pytest.approx(rule.batch_size / 2, abs=0.5)
     assert twice.batch_size == pytest.approx(rule.batch_size * 2, abs=1)
-    # Adam's learning rate goes with the root of the batch.
+    # Adam's learning rate scales with the square root of the batch.
     root = math.sqrt(twice.batch_size / rule.batch_size)
     assert twice.learning_rate == pytest.approx(rule.learning_rate * root)
     assert rule.learning_rate == pytest.approx(rates[0].learning_rate / 2)
@@ -91,7 +91,8 @@ def test_the_check_varies_one_thing_at_a_time() -> None:
 def test_the_rule_is_the_mean_of_the_best_factors_whatever_the_size_and_the_tokens() -> None:
     rule = rule_of_rates([0.2, 0.8])
     assert rule.learning_rate_factor == pytest.approx(0.4)
-    # Longer runs have larger batches, and the same learning rate up to whole sequences.
+    # Longer runs have larger batches, and the same learning rate except for rounding to whole
+    # sequences.
     short, long = rule.apply(1e6, 2e7, 128), rule.apply(1e6, 2e9, 128)
     assert long.batch_size > 10 * short.batch_size
     assert long.learning_rate == pytest.approx(short.learning_rate, rel=0.02)

@@ -1,4 +1,4 @@
-"""Where runs of other processes stand, whatever they have written so far."""
+"""Tests of the progress of runs in other processes, from partly written files."""
 
 import pathlib
 import shutil
@@ -46,7 +46,7 @@ def test_without_a_terminal_lines_come_now_and_then(
 def test_an_executor_tells_what_it_waits_for(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A command that fails at once: no such config.
+    # A command that fails at once.
     monkeypatch.setattr(sys, "executable", "/bin/false")
     seen: list[str] = []
     executor = LocalExecutor(1, lambda running: seen.extend(task.label for task in running))

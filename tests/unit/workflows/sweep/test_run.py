@@ -1,4 +1,4 @@
-"""Sweeps from question to rows, with runs whose losses lie on a known surface."""
+"""Tests of sweeps from question to rows, with runs whose losses lie on a known surface."""
 
 import json
 import pathlib
@@ -32,7 +32,7 @@ def test_a_sweep_finds_the_best_model(tmp_path: pathlib.Path) -> None:
     runner = _runner(tmp_path, executor)
     small, large, _batch = runner.run(QUESTION, BASE)
     assert len(executor.made) == len(set(executor.made)) >= 16 + 11
-    # The rule's learning rate is twice the best one, and the other runs know it.
+    # The initial learning rate is twice the best one, and later runs correct for it.
     for rate in (small, large):
         assert rate.figures["factor"] == pytest.approx(0.5, rel=0.3)
     rule = runner.rule()
@@ -90,7 +90,7 @@ def test_a_sweep_that_dies_comes_to_the_same_rows(tmp_path: pathlib.Path, seed: 
 def test_a_run_that_fails_is_an_outcome(tmp_path: pathlib.Path) -> None:
     runner = _runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-06", "fit-02"]))
     small, _batch = runner.run(QUESTION, BASE)
-    # Without the larger model at the rule itself, the small one decides.
+    # Without the larger model's run at the rule's own rate, the small model decides.
     assert runner.rule().learning_rate_factor == pytest.approx(small.figures["factor"])
     rows = {row.name: row for row in runner.directory.rows("fit")}
     assert rows["fit-02"].outcome == "diverged"

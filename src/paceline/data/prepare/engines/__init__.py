@@ -1,7 +1,7 @@
-"""Who runs the tasks: processes of this machine, or a Ray cluster.
+"""Engines that run tasks: processes on this machine, or a Ray cluster.
 
-An engine only decides where and when a task runs. Tasks are pure functions of files, so that it
-cannot decide what comes out.
+An engine only decides where and when a task runs. Tasks are pure functions of files, so the engine
+cannot affect their results.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ TaskT = TypeVar("TaskT", bound=Task)
 Result = TypeVar("Result")
 
 MOST_DEATHS = 3
-"""How often the worker of a task may die before the task is given up."""
+"""Number of times that a task is retried after its worker died."""
 
 
 class Engine(Protocol):
@@ -29,7 +29,7 @@ class Engine(Protocol):
 
 @contextlib.contextmanager
 def open_engine(config: PrepareConfig) -> Iterator[Engine]:
-    """Gives the engine that was asked for, and ends its workers afterwards."""
+    """Yields the configured engine and ends its workers afterwards."""
     if config.engine == "ray":
         from paceline.data.prepare.engines.ray import RayEngine
 

@@ -1,7 +1,7 @@
-"""Processes of this machine. One that dies is replaced, and its task done again.
+"""An engine of processes on this machine. A worker that dies is replaced and its task retried.
 
-Workers are fresh interpreters, not forks: a process that has threads cannot be forked safely. They
-die with the process that started them, however that ends.
+Workers are new interpreters, not forks: a process with threads cannot be forked safely. They die
+with the process that started them, regardless of how it ends.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _PROGRAM = "from paceline.data.prepare.engines.worker import main; main({descrip
 
 
 class LocalEngine:
-    """A pool of processes; a single worker is this process itself.
+    """A pool of processes; with one worker, tasks run in this process.
 
     Args:
-        num_workers: Tasks at a time.
+        num_workers: Number of tasks in flight.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -108,6 +108,6 @@ class _Worker:
         self.connection = Connection(ours.detach())
 
     def send(self, message: Any) -> None:
-        # One that died while idle is found out when its answer is read.
+        # The death of an idle worker is detected when its result is read.
         with contextlib.suppress(ConnectionError):
             self.connection.send(message)

@@ -1,7 +1,7 @@
-"""A Ray cluster. Its nodes need this package and see the same files.
+"""An engine on a Ray cluster, whose nodes need this package and access to the same files.
 
-Ray does a task again whose worker or node died. As many tasks are in flight as keep every core
-busy, not all: a plan may have 65,536.
+Ray retries a task whose worker or node died. Only enough tasks to keep every core busy are in
+flight, because a plan may have 65,536.
 """
 
 import logging
@@ -14,16 +14,16 @@ from paceline.core.errors import DataError, UsageError
 from paceline.data.prepare.engines import MOST_DEATHS, Result, TaskT
 
 _TASKS_PER_CORE = 2
-"""One that runs and one that waits, so that no core waits for the driver."""
+"""One running and one queued, so that no core waits for the driver."""
 _CONNECT_S = 5.0
 
 
 class RayEngine:
-    """Tasks on a cluster.
+    """Runs tasks on a cluster.
 
     Args:
-        address: Where the cluster is; None for RAY_ADDRESS, or else a new one on this machine.
-        num_workers: Tasks at a time; None for as many as the cluster has cores.
+        address: Address of the cluster; None for RAY_ADDRESS, or else a new one on this machine.
+        num_workers: Number of tasks in flight; None for two per core of the cluster.
     """
 
     def __init__(self, address: str | None, num_workers: int | None) -> None:
@@ -36,7 +36,7 @@ class RayEngine:
         self._ray = ray
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            # Ray reports its use to its makers unless it is told not to.
+            # Ray sends usage statistics to its developers by default.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             _require_answer(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
@@ -61,7 +61,7 @@ class RayEngine:
                 yield number, self._result(reference, tasks[number].label)
 
     def close(self) -> None:
-        """Leaves the cluster; ends it if it was started here."""
+        """Disconnects from Ray if this engine connected; ends a cluster that it started."""
         if self._is_ours:
             self._ray.shutdown()
 
@@ -77,10 +77,10 @@ class RayEngine:
 
 
 def _require_answer(address: str | None) -> None:
-    """Raises if nobody listens at HOST:PORT; Ray itself would try for a minute."""
+    """Raises a `UsageError` if HOST:PORT does not answer; Ray itself would try for a minute."""
     host, colon, port = (address or "").rpartition(":")
     if not colon or not port.isdigit() or "://" in host:
-        return  # Other addresses are Ray's own to understand.
+        return  # Ray resolves other forms of addresses.
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A process of the local engine: does what it is sent, one task after another."""
+"""A worker process of the local engine, which runs one task at a time."""
 
 import os
 import traceback
@@ -9,7 +9,7 @@ from paceline.core.processes import die_with_parent
 
 
 def main(descriptor: int, parent_pid: int) -> None:
-    """Answers tasks until nobody asks any more."""
+    """Runs tasks from the connection until it is closed."""
     die_with_parent(parent_pid)
     with Connection(descriptor) as connection:
         while True:
@@ -23,7 +23,7 @@ def main(descriptor: int, parent_pid: int) -> None:
             except PacelineError as error:
                 answer = (None, error)
             except Exception as error:
-                # Where it happened is lost on the way to the other process, unless it is said.
+                # Tracebacks are lost between processes, so they are attached as notes.
                 error.add_note(f"in worker {os.getpid()}:\n{traceback.format_exc()}")
                 answer = (None, error)
             connection.send(answer)

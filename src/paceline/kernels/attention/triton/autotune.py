@@ -1,12 +1,12 @@
-"""Tilings found by trying, for those who ask for it with PACELINE_AUTOTUNE=1.
+"""Tilings found by a search, which PACELINE_AUTOTUNE=1 enables.
 
 By default a static table decides, so that two runs of a program launch the same kernels. With the
 variable set, the first attention of its kind on a GPU times a dozen tilings around the table's for
-each kernel, on tensors of its own, and keeps the fastest; compiling them takes a minute or two. The
-choice is written to a file in the user's cache directory and taken from there by every later
-process; deleting the file starts anew. Of several ranks on a machine one searches and the others
-wait for it, so that all use the same. Lengths are told apart by the next power of two: what is best
-hardly changes within.
+each kernel, on its own tensors, and keeps the fastest; compiling them takes a minute or two. The
+choice is written to a file in the user's cache directory and read by every later process; deleting
+the file restarts the search. Of several ranks on a machine, one searches and the others wait for
+it, so that all use the same tilings. Lengths are rounded up to the next power of two: the best
+tiling hardly changes within that range.
 """
 
 import contextlib
@@ -33,19 +33,19 @@ from paceline.kernels.attention.triton.tile_sizes import (
 )
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more takes longer only.
+_MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more only takes longer.
 
 Measure = Callable[[KernelLaunch], float]
 
 
 def cache_path() -> pathlib.Path:
-    """Returns the file that choices are kept in."""
+    """Returns the path of the file that stores the choices."""
     directory = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(directory, "paceline", "attention-tilings.json")
 
 
 def tuned_tilings(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> Tilings:
-    """Returns the fastest tilings for such tensors, from the cache or by trying."""
+    """Returns the fastest tilings for such tensors, from the cache or by a search."""
     return _tuned(query.device, query.dtype, _size_tried(query), _size_tried(key), causal)
 
 
@@ -74,13 +74,13 @@ def _tuned(
         found = _read_cache().get(kind)
         if found is not None:
             return found
-        # Of its own, so that what a program draws afterwards does not depend on a search.
+        # A separate generator, so that the program's random numbers do not depend on a search.
         generator = torch.Generator(device).manual_seed(0)
         query, key = (
             torch.randn(size, device=device, generator=generator).to(dtype)
             for size in (query_size, key_size)
         )
-        # Kernels are launched on the current device, which may be another.
+        # Kernels are launched on the current device, which may be a different one.
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             tilings = search(query, key, causal=causal, measure=_time_on_gpu)
         _write_cache(kind, tilings)
@@ -99,9 +99,9 @@ def search(query: torch.Tensor, key: torch.Tensor, *, causal: bool, measure: Mea
                 launches = launches_over(inputs, best._replace(**{name: tiling}))
                 times[tiling] = measure(launches[name])
             except (TritonError, RuntimeError) as error:
-                # Too large for this GPU or its compiler, which only trying tells.
+                # Too large for this GPU or its compiler; only an attempt shows that.
                 _LOGGER.debug("%s of %s is left out: %s", tiling, name, error)
-        if times:  # Else the table's stays.
+        if times:  # Otherwise the table's tiling stays.
             best = best._replace(**{name: min(times, key=lambda tiling: times[tiling])})
     return best
 
@@ -127,13 +127,13 @@ def _time_on_gpu(launch: KernelLaunch) -> float:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Keeps other processes of this user from searching at the same time."""
+    """Prevents other processes of this user from searching at the same time."""
     path = cache_path().with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError:
-        yield  # Where nothing can be written, nothing is shared either.
+        yield  # Without a writable directory there is nothing to share.
         return
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -151,7 +151,7 @@ def _read_cache() -> dict[str, Tilings]:
 
 
 def _write_cache(kind: str, tilings: Tilings) -> None:
-    """Adds a choice; the file is replaced as a whole, so that no reader sees half of it."""
+    """Adds a choice; the file is replaced atomically, so that no reader sees half of it."""
     path = cache_path()
     part = path.with_suffix(".part")
     try:

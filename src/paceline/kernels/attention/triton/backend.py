@@ -1,6 +1,6 @@
-"""FlashAttention-2 on GPUs: what the operator calls.
+"""FlashAttention-2 on GPUs: the functions that the operator calls.
 
-Checks the tensors, chooses tilings and launches the kernels.
+They check the tensors, choose tilings and launch the kernels.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from paceline.kernels.attention.triton.tile_sizes import LARGEST_HEAD_DIM, Tilin
 
 
 def triton_forward(inputs: ForwardInputs, tilings: Tilings | None = None) -> Results:
-    """Returns the output and the logarithm of each query's sum of exponentials."""
+    """Returns the output and the log-sum-exp of each query's scores."""
     _require_supported(inputs.query)
     tilings = tilings or _tilings_for(inputs)
     results = empty_output(inputs.query), empty_lse(inputs.query, "triton")
     if inputs.scale < 0:
-        # The kernel takes the largest score before it scales.
+        # The kernel takes the largest score before scaling, so the scale must not be negative.
         inputs = dataclasses.replace(inputs, query=-inputs.query, scale=-inputs.scale)
     _run(inputs, forward_launch(inputs, results, tilings.forward))
     return results
 
 
 def triton_backward(inputs: BackwardInputs, tilings: Tilings | None = None) -> Gradients:
-    """Returns the gradients of query, key and value; the same to the bit in every run."""
+    """Returns the gradients of query, key and value; bitwise identical in every run."""
     _require_supported(inputs.query)
     gradients = empty_gradients(inputs.query, inputs.key, inputs.value)
     _run(inputs, *backward_launches(inputs, gradients, tilings or _tilings_for(inputs)))

@@ -1,14 +1,14 @@
 """The backward kernels of FlashAttention-2 (Dao 2023), in Triton.
 
-With P the weights, dP = dO Vᵀ and dS = P (dP - delta), the gradients are dV = Pᵀ dO,
-dK = dSᵀ Q and dQ = dS K, the latter two times the scale. P is computed anew from the scores and
-the saved logarithms. `attention_delta_kernel` computes delta, one number for each query. One
-kernel then owns tiles of keys and walks over queries, another owns tiles of queries and walks
-over keys: the scores are computed twice, but nothing is added up by two programs at once, so
-that the result is the same to the bit in every run.
+With P the weights, dP = dO Vᵀ and dS = P (dP - delta), the gradients are dV = Pᵀ dO, dK = dSᵀ Q and
+dQ = dS K, the latter two times the scale. P is recomputed from the scores and the saved
+log-sum-exp. `attention_delta_kernel` computes delta, one number for each query. One kernel then
+owns tiles of keys and iterates over queries; another owns tiles of queries and iterates over keys.
+The scores are computed twice, but no two programs accumulate into the same memory, so the result is
+bitwise identical in every run.
 """
 
-# ruff: noqa: N803 - what is known when a kernel is compiled is written in capitals.
+# ruff: noqa: N803 - compile-time constants of kernels are written in capitals.
 
 import triton
 import triton.language as tl
@@ -36,7 +36,7 @@ def attention_delta_kernel(
     BLOCK_QUERIES: tl.constexpr, BLOCK_HEAD_DIM: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Computes delta = rowsum(dO * O) - the logarithm's gradient, for one tile of queries."""
+    """Computes delta = rowsum(dO * O) - the gradient of lse, for one tile of queries."""
     first_query, matrix, batch, head = own_tile(num_queries, num_heads, BLOCK_QUERIES, False)
     output += batch * output_batch_stride + head * output_head_stride
     output_gradient += batch * output_gradient_batch_stride + head * output_gradient_head_stride
@@ -58,7 +58,7 @@ def attention_delta_kernel(
         gradient = load_row_values(
             lse_gradient + row_offset, first_query, num_queries, 0.0, BLOCK_QUERIES, EVEN_QUERIES
         )
-        # The logarithm of a query that sees nothing depends on nothing, whatever arrives for it.
+        # The lse of a query that sees nothing is constant, so its gradient is ignored.
         row_delta -= tl.where(logarithm == float("-inf"), 0.0, gradient)
     queries = first_query + tl.arange(0, BLOCK_QUERIES)
     if EVEN_QUERIES:
@@ -78,14 +78,14 @@ def _gather_from_queries(
     MASKED: tl.constexpr, IS_GROUPED: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the query tiles from begin to end contribute to a key tile's gradients.
+    """Adds the contributions of the query tiles from begin to end to a key tile's gradients.
 
-    The tiles of all heads that share the keys are one loop: nested in another over the heads it
-    would need more registers than there are.
+    One loop covers the tiles of all heads that share the keys: a nested loop over the heads would
+    need more registers than there are.
 
-    Scores are laid out keys by queries, so that no matmul needs them transposed. Keys that do
-    not exist are not masked: what they gather goes to rows that are never stored. Queries that do
-    not exist have an infinite logarithm, hence weights of zero.
+    Scores are stored keys by queries, so that no matmul needs them transposed. Keys beyond the last
+    are not masked: their gradients go to rows that are never stored. Queries beyond the last have
+    an infinite log-sum-exp, hence weights of zero.
     """
     keys = first_key + tl.arange(0, BLOCK_KEYS)
     num_tiles = tl.maximum(end - begin, 0)
@@ -162,7 +162,7 @@ def attention_key_value_gradient_kernel(
     EVEN_HEAD_DIM: tl.constexpr, IS_GROUPED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values, from all heads that share it."""
-    # The first keys are seen by most queries: here the heaviest tiles start first by themselves.
+    # Most queries see the first keys, so the heaviest tiles already start first.
     num_tiles = tl.cdiv(num_keys, BLOCK_KEYS)
     program = tl.program_id(0)
     first_key = program % num_tiles * BLOCK_KEYS
@@ -237,7 +237,7 @@ def _gather_from_keys(
     IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the key tiles from begin to end contribute to a query tile's gradient."""
+    """Adds the contributions of the key tiles from begin to end to a query tile's gradient."""
     queries = first_query + tl.arange(0, BLOCK_QUERIES)
     for tile in range(begin, end):
         start = tile * BLOCK_KEYS

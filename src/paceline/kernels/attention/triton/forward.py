@@ -1,15 +1,15 @@
 """The forward kernel of FlashAttention-2 (Dao 2023), in Triton.
 
-A program owns one tile of queries and visits the tiles of keys that it sees, first those that
-it sees whole. It keeps, for each query, the largest score so far, the sum of exponentials and
-the weighted sum of values relative to it; the scores themselves never leave the chip. All that
-backward needs beside the output is the logarithm of that sum.
+A program owns one tile of queries and visits the tiles of keys that it sees, first those that are
+fully visible. For each query it keeps the largest score so far and, relative to it, the sum of
+exponentials and the weighted sum of values; the scores themselves never leave the chip. Besides the
+output, backward needs only the log-sum-exp.
 
-Exponentials are powers of two, with log2(e) folded into the scale. Matmuls accumulate in
-float32; beside the inputs of matmuls all numbers are float32.
+Exponentials are powers of two, with log2(e) folded into the scale. Matmuls accumulate in float32;
+all numbers except the inputs of matmuls are float32.
 """
 
-# ruff: noqa: N803 - what is known when a kernel is compiled is written in capitals.
+# ruff: noqa: N803 - compile-time constants of kernels are written in capitals.
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def _attend(
     IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes in the key tiles from begin to end."""
+    """Accumulates the key tiles from begin to end."""
     queries = first_query + tl.arange(0, BLOCK_QUERIES)
     for tile in range(begin, end):
         start = tile * BLOCK_KEYS
@@ -51,13 +51,13 @@ def _attend(
             )
             scores = tl.where(visible, scores * scale_log2, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
-            # A query that has seen nothing yet: -inf minus -inf would not be a number.
+            # For a query that has seen nothing yet, -inf minus -inf would be NaN.
             reference = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(scores - reference[:, None])
             shrink = tl.exp2(row_max - reference)
         else:
-            # The scale is not negative, so that the largest product is the largest score, and
-            # scaling and subtracting is one instruction.
+            # The scale is not negative, so the largest product is the largest score, and scaling
+            # and subtracting are one instruction.
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
             weights = tl.exp2(tl.fma(scores, scale_log2, -new_max[:, None]))
             shrink = tl.exp2(row_max - new_max)
@@ -87,7 +87,7 @@ def attention_forward_kernel(
     IS_CAUSAL: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of queries of one head: its output and its logarithms of sums."""
+    """Computes the output and the log-sum-exp of one tile of queries of one head."""
     first_query, matrix, batch, head = own_tile(num_queries, num_heads, BLOCK_QUERIES, True)
     query += batch * query_batch_stride + head * query_head_stride
     key += batch * key_batch_stride + head // group * key_head_stride
@@ -120,7 +120,7 @@ def attention_forward_kernel(
             *(BLOCK_QUERIES, BLOCK_KEYS, BLOCK_HEAD_DIM, IS_CAUSAL),
             *(True, EVEN_KEYS, EVEN_HEAD_DIM, INPUT_PRECISION),
         )
-    # A query that sees nothing has summed nothing: its output is zero, its logarithm -inf.
+    # A query that sees nothing has a sum of zero: its output is zero, its log-sum-exp -inf.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     store_tile(
         *(output, weighted_values / row_sum[:, None]),

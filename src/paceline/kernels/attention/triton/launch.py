@@ -1,7 +1,7 @@
 """Descriptions of kernel launches.
 
-Every launch is described first and run then, because the same description compiles a kernel
-ahead of time, for a GPU that is not there: that needs tensors on the meta device only.
+Every launch is first described, then run, because the same description also compiles a kernel ahead
+of time for a GPU that is not present. That requires only tensors on the meta device.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ Arguments = dict[str, Tensor | int | float | None]
 
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 _AXES = ("batch", "head", "row", "dim")
-_DIVISIBLE = 16  # what Triton looks for, in elements of a stride and bytes of an address
-_LONGEST_SIDE = 256  # of any tile, in rows or numbers of a head
+_DIVISIBLE = 16  # divisor that Triton specializes on: elements of a stride, bytes of an address
+_LONGEST_SIDE = 256  # longest side of any tile, in rows or head dimensions
 _DELTA_TILING = Tiling(block_queries=64, block_keys=16, num_warps=4, num_stages=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelLaunch:
-    """A kernel and everything that it is launched, or compiled, with."""
+    """A kernel and everything needed to launch or compile it."""
 
     kernel: Any
     num_programs: int
@@ -53,7 +53,7 @@ class KernelLaunch:
     """Division of the work among programs and warps."""
 
     def run(self) -> None:
-        """Launches the kernel on the device that is current."""
+        """Launches the kernel on the current device."""
         # Along the grid's first axis there may be 2^31 programs, along the others only 65,535.
         self.kernel[(self.num_programs,)](
             **self.arguments,
@@ -63,7 +63,7 @@ class KernelLaunch:
         )
 
     def source(self) -> ASTSource:
-        """Returns what triton.compile takes, specialised as the launch itself would be."""
+        """Returns the input of triton.compile, specialized as the launch itself would be."""
         signature: dict[str, str] = {}
         constants: dict[str, Any] = dict(self.constants)
         attributes: dict[tuple[int], list[list[str | int]]] = {}
@@ -149,9 +149,9 @@ def backward_launches(
 
 
 def launches_over(inputs: ForwardInputs, tilings: Tilings) -> dict[str, KernelLaunch]:
-    """Describes every kernel's launch by its name, with results that nobody reads.
+    """Describes every kernel's launch by its name, with results that are discarded.
 
-    It is what compiling or timing a kernel takes; the queries stand in for the output's gradient.
+    Used to compile or time kernels; the queries stand in for the output's gradient.
     """
     query = inputs.query
     results = empty_output(query), empty_lse(query, "triton").zero_()
@@ -177,11 +177,11 @@ def _launch(
     results: dict[str, Tensor],
     **constants: int | str,
 ) -> KernelLaunch:
-    """Describes the launch of a kernel that computes scores: those share most of what they take."""
+    """Describes the launch of a kernel that computes scores; such kernels share most arguments."""
     query, key, diagonal = inputs.query, inputs.key, inputs.diagonal
     num_heads, num_queries, head_dim = query.shape[1:]
     num_keys = key.shape[2]
-    # From here on the diagonal hides nothing; where it hides everything, farther means the same.
+    # From num_keys - 1 on, the diagonal hides nothing; from -num_queries down, everything.
     is_causal = diagonal is not None and diagonal < num_keys - 1
     shared_arguments = _strided(query=query, key=key, value=inputs.value, **results) | {
         "scale_log2": inputs.scale * math.log2(math.e),
@@ -219,13 +219,13 @@ def _query_constants(query: Tensor, tiling: Tiling) -> dict[str, int | str]:
 
 
 def _strided(**tensors: Tensor) -> Arguments:
-    """Returns tensors and their strides as the arguments that all kernels name alike."""
+    """Returns tensors and their strides as arguments, with the names that all kernels use."""
     arguments: Arguments = {}
     for name, tensor in tensors.items():
         strides = tensor.stride()
         within_tile = zip(tensor.shape[2:], strides[2:], strict=True)
         if sum(min(size, _LONGEST_SIDE) * stride for size, stride in within_tile) >= 2**31:
-            # The kernels count in 32 bits inside a tile; only the way to the tile is counted in 64.
+            # Kernels use 32-bit offsets inside a tile; only the offset of the tile has 64 bits.
             raise UsageError(
                 f"neighbouring rows of {name} lie too far apart, its strides are {strides}; "
                 "make it contiguous"
@@ -242,9 +242,9 @@ def _num_tiles(tensor: Tensor, block: int) -> int:
 
 
 def _input_precision(dtype: torch.dtype) -> str:
-    """Returns how float32 numbers are multiplied: as torch is told to do it elsewhere.
+    """Returns the precision of float32 matmuls, which follows torch's setting.
 
-    AMD's GPUs have no tf32 that Triton supports everywhere.
+    Triton does not support tf32 on all AMD GPUs.
     """
     if dtype != torch.float32 or torch.version.hip is not None:
         return "ieee"
@@ -252,16 +252,16 @@ def _input_precision(dtype: torch.dtype) -> str:
 
 
 def table_tilings(query: Tensor) -> Tilings:
-    """Returns what the static table has for such a tensor."""
+    """Returns the tilings of the static table for such a tensor."""
     dtype = cast(DType, str(query.dtype).removeprefix("torch."))
     return choose_tilings(architecture_of(query.device), dtype, query.shape[-1])
 
 
 @functools.cache
 def architecture_of(device: torch.device) -> str:
-    """Returns what the table of tilings calls a device, such as sm90 or gfx942."""
+    """Returns the name of a device in the table of tilings, such as sm90 or gfx942."""
     if device.type != "cuda":
-        return "sm86"  # The interpreter takes any.
+        return "sm86"  # The interpreter accepts any architecture.
     if torch.version.hip is not None:
         name: str = torch.cuda.get_device_properties(device).gcnArchName
         return name.split(":")[0]

@@ -1,16 +1,16 @@
-"""Which tiles the programs of the Triton kernels visit, and how they fetch one.
+"""Tile schedules of the Triton kernels, and functions to load and store tiles.
 
-A program owns one tile of queries and walks over tiles of keys, or owns one tile of keys and
-walks over tiles of queries. Either walk has two stages: in the unmasked one every query sees
-every key, so that nothing is compared; the masked one holds the tiles that the diagonal cuts
-and, among tiles of keys, the one that sticks out beyond the last key. Tiles in which no query
-sees any key are in neither.
+A program owns one tile of queries and iterates over tiles of keys, or owns one tile of keys and
+iterates over tiles of queries. Either loop has two stages. In the unmasked stage every query sees
+every key, so nothing is compared. The masked stage has the tiles that the diagonal cuts and, among
+tiles of keys, the one that extends beyond the last key. Tiles in which no query sees any key are in
+neither.
 
-`diagonal` must lie between -num_queries and num_keys: whatever lies beyond means the same as
-the nearer of the two, and with these bounds no 32-bit sum overflows.
+`diagonal` must lie between -num_queries and num_keys: values beyond these bounds are equivalent to
+the nearer one, and within them no 32-bit sum overflows.
 """
 
-# ruff: noqa: N803 - what is known when a kernel is compiled is written in capitals.
+# ruff: noqa: N803 - compile-time constants of kernels are written in capitals.
 
 import triton
 import triton.language as tl
@@ -18,10 +18,10 @@ import triton.language as tl
 
 @triton.jit
 def own_tile(num_queries, num_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Returns the first query of this program's tile, and the matrix, sequence and head it is of.
+    """Returns the first query of this program's tile, and its matrix, sequence and head.
 
-    A head's tiles are neighbours, so that its keys and values stay in the cache. Those that see
-    most start first, so that no long one is left over at the end.
+    A head's tiles are neighbours, so that its keys and values stay in the cache. With `LAST_FIRST`,
+    tiles that see the most keys start first, so that no long one is left over at the end.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK)
     program = tl.program_id(0)
@@ -57,8 +57,8 @@ def query_stages(
 ):  # fmt: skip
     """Returns where a key tile's masked stage begins, and where the unmasked begins and ends.
 
-    The first ends where the second begins. The second may hold the tile that sticks out beyond
-    the last query: queries that do not exist count for nothing by themselves.
+    The masked stage ends where the unmasked one begins. The unmasked stage may include the tile
+    that extends beyond the last query: nonexistent queries contribute nothing.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_QUERIES)
     masked_begin = 0
@@ -79,7 +79,7 @@ def visible_pairs(
     queries, keys, num_keys, diagonal,
     IS_CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns which pairs of the masked stage are visible; the shapes of both must broadcast."""
+    """Returns which pairs of the masked stage are visible; queries and keys must broadcast."""
     if IS_CAUSAL:
         visible = keys <= queries + diagonal
         if not EVEN_KEYS:
@@ -95,10 +95,10 @@ def load_tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN_ROWS: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows of a matrix of heads from `start` on, with zeros beyond its edges."""
+    """Loads rows of one head's matrix from `start` on, with zeros beyond its edges."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
-    # The way to the tile may need 64 bits; the ways inside it do not, and cost half the registers.
+    # The tile's offset may need 64 bits; offsets inside it do not, and cost half the registers.
     pointers = matrix + start.to(tl.int64) * row_stride + (rows * row_stride + columns * dim_stride)
     if EVEN_ROWS and EVEN_HEAD_DIM:
         tile = tl.load(pointers)
@@ -118,7 +118,7 @@ def store_tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN_ROWS: tl.constexpr,
     EVEN_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile in the matrix's dtype, without what lies beyond its edges."""
+    """Stores a tile in the matrix's dtype, except for the part beyond its edges."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + start.to(tl.int64) * row_stride + (rows * row_stride + columns * dim_stride)

@@ -1,7 +1,7 @@
-"""Which tile sizes the Triton kernels use, by architecture, dtype and head size.
+"""Tile sizes of the Triton kernels, by architecture, dtype and head size.
 
-A static table: no search at run time, so that two runs of a program launch the same kernels
-and give the same bits.
+The table is static: there is no search at run time, so that two runs of a program launch the same
+kernels and return bitwise identical results.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ from paceline.core.errors import HardwareError
 from paceline.core.specs import DType, bytes_per_element
 
 LARGEST_HEAD_DIM = 256
-SMALLEST_BLOCK = 16  # of a side of a matmul on tensor cores
+SMALLEST_BLOCK = 16  # smallest side of a matmul on tensor cores
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one kernel divides its work."""
+    """The division of one kernel's work."""
 
     block_queries: int
     """Queries in a tile; a power of two, at least 16."""
@@ -29,7 +29,7 @@ class Tiling:
 
 
 class Tilings(NamedTuple):
-    """The tilings of the kernels of one attention."""
+    """The tilings of all attention kernels."""
 
     forward: Tiling
     key_value_gradient: Tiling
@@ -46,9 +46,9 @@ def padded_size(size: int) -> int:
 def choose_tilings(architecture: str, dtype: DType, head_dim: int) -> Tilings:
     """Returns the tilings for an architecture such as sm90 or gfx942.
 
-    An NVIDIA architecture from sm80 on that the table does not hold gets those of sm86: none has
-    less shared memory, so that they fit everywhere. An AMD one gets those of gfx942, for the
-    same reason. Architectures before sm80 are refused: they cannot multiply bfloat16.
+    NVIDIA architectures from sm80 on that are not in the table get the tilings of sm86: none has
+    less shared memory, so they fit everywhere. AMD architectures get those of gfx942, for the same
+    reason. Architectures before sm80 raise an error: they have no bf16 matmuls.
     """
     rows = _TABLE[_family(architecture), bytes_per_element(dtype)]
     width = padded_size(head_dim)
@@ -68,8 +68,8 @@ def _family(architecture: str) -> str:
     )
 
 
-# By architecture and bytes per element: up to which padded head size which tilings hold. Each is
-# queries, keys, warps, stages; forward, then gradients of keys and values, then of queries.
+# By architecture and bytes per element: tilings by the largest padded head size they apply to. Each
+# is queries, keys, warps, stages; forward, then gradients of keys and values, then of queries.
 _TABLE: dict[tuple[str, int], dict[int, Tilings]] = {
     ("sm80", 2): {
         64: Tilings(Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),

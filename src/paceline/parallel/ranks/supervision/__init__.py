@@ -1,1 +1,1 @@
-"""Ranks that are watched, and started again when one of them dies or hangs."""
+"""Supervision of ranks: heartbeats, and restarts after a rank dies or hangs."""

@@ -1,7 +1,8 @@
-"""Signs of life of ranks, in memory that they share with the process that watches them.
+"""Heartbeats of ranks, in memory shared with the supervisor.
 
-A rank writes where it is, a fraction of a microsecond each time. What a killed rank has written
-stays: it says in which phase of which step it died. A rank that nobody watches writes for itself.
+A rank writes its phase and step, which takes a fraction of a microsecond. The last heartbeat of a
+killed rank remains: it shows in which phase of which step the rank died. A rank without a
+supervisor writes to private memory.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import Self
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing."""
+    """The phase of training that a rank is in."""
 
     START = 0
     RENDEZVOUS = 1
@@ -34,7 +35,7 @@ class Phase(enum.IntEnum):
 
 
 class Writing(enum.IntEnum):
-    """What a rank does about a checkpoint meanwhile."""
+    """A rank's concurrent work on a checkpoint."""
 
     NOTHING = 0
     WRITE = 1
@@ -46,24 +47,24 @@ class Writing(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """The last sign of life of a rank."""
+    """The last heartbeat of a rank."""
 
     phase: Phase
     writing: Writing
     is_final: bool
-    """Whether the rank says that starting it again is of no use."""
+    """Whether the rank reports that a restart would fail in the same way."""
     step: int
-    """Steps of the run that are done."""
+    """Completed steps of the run."""
     num_steps: int
-    """Of these, steps that this process has done."""
+    """Steps of the run completed by this process."""
     time_s: float
-    """When, on the clock that all processes of a host share."""
+    """Time of the heartbeat, on the monotonic clock that all processes of a host share."""
 
 
-# Every field is eight bytes that are stored at once: who reads never sees half of a number. (Nor
-# zeros in between, which `struct.pack_into` leaves for a moment.)
+# Every field is eight bytes, stored in one write, so a reader never sees half of a number. (Nor the
+# temporary zeros that `struct.pack_into` writes.)
 _TIME, _PHASE, _WRITING, _FINAL, _STEP, _NUM_STEPS = range(6)
-_FIELDS = 8  # A cache line per rank, so that ranks do not slow each other down.
+_FIELDS = 8  # One cache line per rank, to avoid false sharing.
 _SLOT_BYTES = 8 * _FIELDS
 
 _MEMORY_NAME = "paceline-heartbeats"
@@ -73,7 +74,7 @@ class Heartbeats:
     """The heartbeats of all ranks of a host.
 
     Args:
-        memory: Shared with the ranks.
+        memory: Memory shared with the ranks.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -81,17 +82,17 @@ class Heartbeats:
 
     @classmethod
     def for_ranks(cls, num_ranks: int) -> Self:
-        """Makes memory that processes share which are forked from this one."""
+        """Creates memory that is shared with processes forked from this one."""
         if sys.platform != "linux":
             return cls(mmap.mmap(-1, num_ranks * _SLOT_BYTES))
-        # In a file without a place, so that others can find it and look on.
+        # An anonymous file, which other processes can find through /proc and observe.
         descriptor = os.memfd_create(_MEMORY_NAME)
         os.ftruncate(descriptor, num_ranks * _SLOT_BYTES)
         return cls(mmap.mmap(descriptor, 0))
 
     @classmethod
     def of_process(cls, pid: int) -> Self:
-        """Opens the memory of another process of this user, to look on."""
+        """Opens the heartbeats of another process of this user, to observe them."""
         for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
             if _MEMORY_NAME in str(path.readlink()):
                 with path.open("r+b") as file:
@@ -105,7 +106,7 @@ class Heartbeats:
         return self._slot(rank).read()
 
     def reset(self) -> None:
-        """Forgets what was written: new ranks are about to start."""
+        """Clears all heartbeats, before new ranks start."""
         for rank in range(len(self)):
             slot = self._slot(rank)
             for field in range(_FIELDS):
@@ -113,7 +114,7 @@ class Heartbeats:
             slot.times[_TIME] = time.monotonic()
 
     def become(self, rank: int) -> None:
-        """Lets this process write as one of the ranks."""
+        """Makes this process write the heartbeat of a rank."""
         global _own
         _own = self._slot(rank)
 
@@ -122,7 +123,7 @@ class Heartbeats:
 
 
 class _Slot:
-    """The fields of one rank, as whole numbers and as floating-point ones."""
+    """The fields of one rank, viewed as integers and as floats."""
 
     def __init__(self, memory: memoryview) -> None:
         self.numbers = memory.cast("q")
@@ -140,31 +141,31 @@ class _Slot:
 
 
 _own = _Slot(memoryview(bytearray(_SLOT_BYTES)))
-"""Where this process writes."""
+"""The slot that this process writes."""
 
 
 def own_heartbeat() -> Heartbeat:
-    """Returns the last sign of life of this process, for a thread that looks at another."""
+    """Returns the last heartbeat of this process, for a thread that monitors another thread."""
     return _own.read()
 
 
 def beat(phase: Phase) -> None:
-    """Says what this rank begins to do."""
+    """Records that this rank enters a phase."""
     _own.numbers[_PHASE] = phase
     _own.times[_TIME] = time.monotonic()
 
 
 def beat_step(step: int, num_steps: int) -> None:
-    """Says how many steps of the run are done, and how many of them by this process."""
+    """Records the completed steps of the run, and those completed by this process."""
     _own.numbers[_STEP] = step
     _own.numbers[_NUM_STEPS] = num_steps
 
 
 def beat_writing(writing: Writing) -> None:
-    """Says what this rank begins to do about a checkpoint, on whichever thread."""
+    """Records this rank's work on a checkpoint, on any thread."""
     _own.numbers[_WRITING] = writing
 
 
 def beat_final() -> None:
-    """Says that starting this rank again is of no use: it would end in the same way."""
+    """Records that a restart of this rank would fail in the same way."""
     _own.numbers[_FINAL] = True

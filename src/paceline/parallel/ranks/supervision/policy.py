@@ -1,29 +1,29 @@
-"""Whether ranks are started again after a failure, and when."""
+"""The policy that decides whether and when ranks restart after a failure."""
 
 import dataclasses
 
 from paceline.core.errors import UsageError
 
 _SAME_STEP = 3
-"""Failures in a row at one step after which it is the step that fails, not the machine."""
+"""Consecutive failures at one step after which the step, not the machine, is to blame."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How an attempt ended."""
+    """The failure that ended an attempt."""
 
     rank: int
-    """Who failed first."""
+    """The rank that failed first."""
     exit_code: int
     phase: str
-    """What it was doing."""
+    """The phase that it was in."""
     step: int
-    """Steps of the run that were done by then; 0 before the first one of the attempt."""
+    """Completed steps of the run; 0 if the attempt had completed none."""
     is_final: bool = False
-    """Whether the rank says that starting again is of no use."""
+    """Whether the rank reported that a restart would fail in the same way."""
     hung_s: float | None = None
-    """How long it had given no sign of life, if that is why it was killed."""
+    """Seconds since its last heartbeat, if it was killed for hanging."""
 
     def __str__(self) -> str:
         where = f"in {self.phase} after step {self.step:,}" if self.step else f"in {self.phase}"
@@ -34,20 +34,20 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What follows from a failure."""
+    """The decision after a failure."""
 
     restart: bool
     pause_s: float = 0.0
-    """How long to wait before."""
+    """Pause before the restart."""
     why: str = ""
-    """Why not, or which restart it is."""
+    """The reason against a restart, or the number of the restart."""
 
 
 class RestartPolicy:
-    """Decides after each failure of one run.
+    """Decides after each failure of one run whether to restart its ranks.
 
     Args:
-        max_restarts: How often ranks are started again, at most.
+        max_restarts: Maximum number of restarts.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -59,10 +59,10 @@ class RestartPolicy:
         self._num_same = 0
 
     def judge(self, failure: Failure) -> Verdict:
-        """Returns what to do; the first restart after progress comes at once.
+        """Returns the decision; the first restart after progress has no pause.
 
         Args:
-            failure: Of the attempt that has just ended.
+            failure: The failure of the attempt that has just ended.
         """
         if failure.is_final or failure.exit_code == UsageError.exit_code:
             return Verdict(restart=False, why="a restart would not help")

@@ -1,17 +1,18 @@
-"""Ranks of one host, forked from a process that has torch imported, and forked again.
+"""Supervisor that forks the ranks of one host and restarts them after failures.
 
-A rank that dies breaks the group of all. What costs time in starting again is not the process but
-the import of torch, so this process, which runs nothing itself, keeps it imported: forking takes
-milliseconds, and new processes have no aborted groups, no half-finished messages and no memory of a
-failed attempt. Survivors are killed, whatever they are doing: checkpoints stand that.
+A rank that dies breaks the process group of all ranks. The slow part of a restart is not creating
+processes but importing torch. The supervisor runs no training itself and keeps torch imported, so
+forking new ranks takes milliseconds. New processes have no aborted groups, no half-finished
+messages and no memory of a failed attempt. Surviving ranks are killed at any point; checkpoints are
+safe against that.
 
-Until all ranks have ended well:
+Until all ranks have exited successfully:
 
-1. Fork the ranks; they meet in a file of their attempt.
-2. Wait for one that fails, hangs, or was asked to stop. Signals are passed on.
-3. Kill the others. Start again, or say why not.
+1. Fork the ranks; they rendezvous in a file that only this attempt uses.
+2. Wait until a rank fails, hangs or stops on request. Forward signals to the ranks.
+3. Kill the other ranks. Restart, or print the reason for not restarting.
 
-Ranks die with this process, even if it is killed.
+Ranks die with the supervisor, even if it is killed.
 """
 
 import contextlib
@@ -34,31 +35,32 @@ from paceline.core.processes import (
     die_with_parent,
     exit_code_of,
 )
-from paceline.parallel.ranks.rendezvous import RENDEZVOUS_FILE, rendezvous_path
+from paceline.parallel.ranks.placement import RENDEZVOUS_FILE
+from paceline.parallel.ranks.rendezvous import rendezvous_path
 from paceline.parallel.ranks.supervision.heartbeats import Heartbeats
 from paceline.parallel.ranks.supervision.policy import Failure, RestartPolicy
 from paceline.records.environment import threads_per_rank
 
 _POLL_INTERVAL_S = 0.005
 _EXCEPTION = 1
-"""Exit code of a rank that has lost a peer, among others: who ended otherwise is to blame."""
+"""Exit code of an exception, such as a lost peer: a peer with another exit code is to blame."""
 _BLAME_S = 1.0
 _SUSPENDED_S = 5.0
-"""A pause of this process itself after which it was stopped, by Ctrl-Z for example."""
+"""A gap between polls after which the supervisor itself must have been suspended (Ctrl-Z)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restart:
-    """One restart that the metrics of the run do not tell of yet."""
+    """One restart that the metrics of the run do not contain yet."""
 
     number: int
     failure: Failure
     silent_s: float
-    """From the failed rank's last sign of life to when its end was noticed."""
+    """Time from the failed rank's last heartbeat to the detection of its failure."""
     noticed_s: float
-    """When that was, on the clock that all processes of a host share."""
+    """Time of detection, on the monotonic clock that all processes of a host share."""
     started_s: float
-    """When new ranks were started."""
+    """Time at which the new ranks were started."""
 
 
 def supervise(
@@ -69,21 +71,21 @@ def supervise(
     hang_s: float,
     grace_s: float,
 ) -> int:
-    """Runs ranks until they have ended well, and returns the exit code of all.
+    """Runs ranks, with restarts, until they succeed or give up; returns the exit code.
 
     Args:
-        run_rank: Is called in each rank's process, whose variables say which it is, with the
-            restarts that were not told of yet; returns the exit code.
-        num_ranks: How many.
-        max_restarts: How often they are started again, at most.
-        hang_s: How long a rank may give no sign of life.
-        grace_s: How long ranks may take to end when they are asked to.
+        run_rank: Function to call in each rank's process, with the restarts that the metrics do
+            not contain yet; returns the exit code. Environment variables identify the rank.
+        num_ranks: Number of ranks.
+        max_restarts: Maximum number of restarts.
+        hang_s: Seconds without a heartbeat after which a rank counts as hung.
+        grace_s: Time that ranks have to exit after a request to stop.
     """
     supervisor = _Supervisor(run_rank, num_ranks, hang_s, grace_s)
     policy = RestartPolicy(max_restarts)
     untold: tuple[Restart, ...] = ()
     number = 0
-    gc.freeze()  # What is there stays: collecting it in a rank would copy shared pages.
+    gc.freeze()  # Collecting existing objects in a rank would copy pages shared by the fork.
     with PassedOn() as requests:
         while True:
             ending = supervisor.run_attempt(untold, requests)
@@ -124,7 +126,7 @@ class _Supervisor:
         self.heartbeats = Heartbeats.for_ranks(num_ranks)
 
     def run_attempt(self, untold: tuple[Restart, ...], requests: PassedOn) -> Failure | int:
-        """Returns how ranks have failed, or the exit code of those that have not."""
+        """Runs all ranks once; returns their failure, or the exit code if none failed."""
         self.heartbeats.reset()
         ranks: dict[int, ForkedProcess] = {}
         with rendezvous_path() as path:
@@ -157,7 +159,7 @@ class _Supervisor:
                     blame_until = time.monotonic() + _BLAME_S
             before, now = now, time.monotonic()
             if now - before > _SUSPENDED_S:
-                awake_s = now  # Nobody can have said anything meanwhile.
+                awake_s = now  # The ranks were suspended too and could send no heartbeats.
             if lost is not None and (lost.is_final or now >= blame_until or not ranks):
                 return lost
             if is_asked and deadline is None:
@@ -165,7 +167,7 @@ class _Supervisor:
             if deadline is not None and now >= deadline:
                 return STOPPED
             if ranks:
-                # The others wait for it, and have said something since.
+                # Blames the oldest heartbeat: the other ranks wait for the hung one.
                 said_s, rank = min((self.heartbeats[rank].time_s, rank) for rank in ranks)
                 silent_s = now - max(said_s, awake_s)
                 if silent_s > self._hang_s:
@@ -212,7 +214,7 @@ class _Supervisor:
                 "OMP_NUM_THREADS": str(threads),
                 RENDEZVOUS_FILE: rendezvous,
             }
-            # The variable was read when torch was imported.
+            # torch has already read OMP_NUM_THREADS, at import.
             torch.set_num_threads(int(threads))
             code = self._run_rank(untold)
         except SystemExit as leaving:
@@ -221,5 +223,5 @@ class _Supervisor:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            # Nothing of the supervisor's is to be cleaned up here.
+            # Skips the cleanup handlers inherited from the supervisor.
             os._exit(code if isinstance(code, int) else 1)

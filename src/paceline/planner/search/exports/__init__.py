@@ -1,1 +1,1 @@
-"""A layout that was found, as other programs take it."""
+"""Exports of a layout to Paceline, torchtitan and Megatron-LM."""

@@ -1,11 +1,11 @@
-"""A layout as flags of Megatron-LM's pretrain_gpt.py.
+"""Exports a layout as flags of Megatron-LM's pretrain_gpt.py.
 
-ZeRO-1 is its distributed optimizer; ZeRO-2 and 3 are its own FSDP. A distributed optimizer has one
-instance per replica, and divides states over data and context ranks together. What Megatron does
-otherwise than the layout says comes back as notes.
+ZeRO-1 maps to Megatron's distributed optimizer, ZeRO-2 and 3 to Megatron FSDP. The distributed
+optimizer has one instance per replica, and shards states over data and context ranks together.
+Differences between Megatron and the layout are returned as notes.
 
-Experts are divided whole over expert ranks (an expert tensor size of 1), by all-to-all. The widths
-of latent attention are not part of a shape, so that its flags are left to whoever has them.
+Whole experts are distributed over expert ranks (an expert tensor size of 1), with all-to-all
+dispatch. A shape does not include the widths of latent attention, so the user must add those flags.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def megatron_flags(choice: Choice, question: SearchQuestion) -> list[str]:
-    """Returns one flag with its value per entry."""
+    """Returns the flags, one flag with its value per entry."""
     return [
         *_model_flags(question),
         *_batch_flags(choice, question),
@@ -31,7 +31,7 @@ def megatron_flags(choice: Choice, question: SearchQuestion) -> list[str]:
 
 
 def megatron_notes(choice: Choice, question: SearchQuestion) -> tuple[str, ...]:
-    """Returns what to know before the flags are used."""
+    """Returns notes to read before using the flags."""
     notes = ["data, learning rate and checkpoints are yours to add"]
     vocab, tensor = question.shape.vocab_size, choice.layout.tensor
     if vocab % (128 * tensor):
@@ -103,7 +103,7 @@ def _mesh_flags(choice: Choice, num_layers: int) -> Iterator[str]:
     if layout.pipeline_interleave > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {layout.pipeline_interleave}"
     if num_layers % (layout.pipeline * layout.pipeline_interleave):
-        # The layers divide evenly only with the embedding and the output layer as one each.
+        # The layers divide evenly only if embedding and output layer count as one layer each.
         yield "--account-for-embedding-in-pipeline-split"
         yield "--account-for-loss-in-pipeline-split"
 

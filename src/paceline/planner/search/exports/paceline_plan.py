@@ -1,4 +1,4 @@
-"""A layout as a plan: what `paceline train --plan` takes, and every prediction with it."""
+"""Exports a layout and its predictions as a plan for `paceline train --plan`."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ def paceline_plan(choice: Choice, question: SearchQuestion, hardware: str) -> Pl
 
     Args:
         choice: The layout.
-        question: What it was chosen for.
-        hardware: Device in the hardware table.
+        question: The search question.
+        hardware: Device name in the hardware table.
     """
     predictions = {
         "step_time_s": choice.step_time_s,

@@ -1,13 +1,13 @@
-"""A layout as a config of torchtitan.
+"""Exports a layout as a torchtitan config.
 
-torchtitan shards with FSDP2: parameters that are gathered for every pass are ZeRO-3, parameters
-that stay gathered after forward come nearest to ZeRO-2, and there is nothing below that. Its tensor
-parallelism always splits norms and residuals, too. A batch of several micro-batches is accumulated,
-or, with pipeline stages, cut into micro-batches. What differs from the layout stands in comments.
+torchtitan shards with FSDP2. Resharding after forward is ZeRO-3. Keeping parameters gathered after
+forward is closest to ZeRO-2. There is no equivalent of ZeRO-1. Tensor parallelism always includes
+sequence parallelism. Several micro-batches become gradient accumulation, or micro-batches of the
+pipeline schedule. Comments in the config list the differences from the layout.
 
-Its expert ranks are whole groups of context and tensor ranks (`expert_tensor_parallel_degree` 1)
-that divide those of the shards. Mixtures that it has no model of are refused, and so are other
-expert ranks.
+Expert ranks are whole groups of context and tensor ranks (`expert_tensor_parallel_degree` 1) that
+divide the sharded ranks. Other numbers of expert ranks are refused, as are mixtures of experts for
+which torchtitan has no model.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from paceline.planner.search.choice import Choice
 from paceline.planner.search.question import SearchQuestion
 
 _FLAVORS = {(32, 4096): "8B", (80, 8192): "70B", (126, 16384): "405B"}
-"""Layers and width of the models that torchtitan calls by name."""
+"""torchtitan's Llama 3 flavors, by layers and width."""
 _MIXTURES = {
     (48, 2048, 128): ("qwen3", "30B-A3B"),
     (94, 4096, 128): ("qwen3", "235B-A22B"),
     (61, 7168, 256): ("deepseek_v3", "671B"),
 }
-"""Layers, width and experts of its mixtures, with model and flavor."""
+"""Model and flavor of torchtitan's mixtures of experts, by layers, width and experts."""
 
 
 def torchtitan_config(choice: Choice, question: SearchQuestion) -> str:
-    """Returns a TOML file."""
+    """Returns the config as TOML text."""
     lines = [f"# {choice.name}", *(f"# {note}" for note in torchtitan_notes(choice, question))]
     for section, values in _sections(choice, question):
         lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values)]
@@ -35,7 +35,7 @@ def torchtitan_config(choice: Choice, question: SearchQuestion) -> str:
 
 
 def torchtitan_refusal(choice: Choice, question: SearchQuestion) -> str | None:
-    """Returns why there is no config of a layout; None where there is one."""
+    """Returns the reason why a layout has no config; None if it has one."""
     experts, layout = question.experts, choice.layout
     if experts is None:
         return None
@@ -57,7 +57,7 @@ def _mixture(question: SearchQuestion) -> tuple[str, str] | None:
 
 
 def torchtitan_notes(choice: Choice, question: SearchQuestion) -> list[str]:
-    """Returns in what torchtitan differs from the layout."""
+    """Returns the differences between torchtitan's config and the layout."""
     layout = choice.layout
     stage = SHARDING_STAGES[layout.sharding]
     notes = []

@@ -1,4 +1,4 @@
-"""The files of a layout: plan.json, torchtitan.toml, megatron.args, and commands for them."""
+"""Writes the files of a layout: plan.json, torchtitan.toml, megatron.args, commands.sh."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ from paceline.records import encode_plan
 
 
 def torchrun_line(choice: Choice, devices_per_host: int, program: str) -> str:
-    """Returns the line that every host runs."""
+    """Returns the torchrun command for every host."""
     per_host = min(choice.devices, devices_per_host)
     hosts = -(-choice.devices // per_host)
     where = (
@@ -28,16 +28,17 @@ def write_exports(
     *,
     is_runnable: bool,
 ) -> list[pathlib.Path]:
-    """Writes what starts a layout, and returns the files.
+    """Writes the configs and commands of a layout, and returns the paths.
 
-    A config that torchtitan could not take is left out; the commands say why.
+    If torchtitan does not support the layout, its config is omitted and the commands file states
+    the reason.
 
     Args:
-        directory: Where to; made if it is not there.
+        directory: Output directory, created if missing.
         choice: The layout.
-        question: What it was chosen for.
-        hardware: Device in the hardware table.
-        is_runnable: Whether Paceline's own trainer runs the layout.
+        question: The search question.
+        hardware: Device name in the hardware table.
+        is_runnable: Whether Paceline's trainer runs the layout.
     """
     flags = megatron_flags(choice, question)
     notes = [f"# {note}" for note in megatron_notes(choice, question)]

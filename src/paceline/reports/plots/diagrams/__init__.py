@@ -1,1 +1,1 @@
-"""Drawings that explain: overlap, and tiles of attention."""
+"""Explanatory diagrams: overlap of communication, and tiles of attention."""

@@ -1,4 +1,4 @@
-"""Which tiles of the scores FlashAttention visits, and in which order its programs walk."""
+"""Diagram of the score tiles that FlashAttention visits, and the order of each program."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,7 +12,7 @@ _UNMASKED, _MASKED, _LEFT_OUT = COLORS[0], COLORS[1], "#eef1f4"
 
 
 def plot_tiles() -> Figure:
-    """Draws the causal scores of 30 tokens in tiles of 4, and one program of each kind."""
+    """Draws the causal scores of 30 tokens in 4 x 4 tiles, and one program of each kind."""
     figure = blank_figure("FlashAttention-2: the tiles that are computed", (9.0, 5.5))
     by_queries, by_keys = figure.subplots(1, 2)
     _draw_tiles(by_queries, "forward and dQ: a program owns queries and walks over keys")

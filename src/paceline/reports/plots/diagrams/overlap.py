@@ -1,4 +1,4 @@
-"""Backward above communication on one axis of time."""
+"""Diagram of backward and communication on a common time axis."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _COMPUTE_COLOR = "#c9d3df"
 _NUM_LAYERS = 8
-# In units of one layer's backward: what a message takes by itself, and for each of its layers.
+# Fixed time per message, and time per layer in it, in units of one layer's backward.
 _MESSAGE_TIME, _LAYER_TIME = 0.8, 0.4
 
 
 def plot_designs() -> Figure:
-    """Draws the four containers for a model of eight equal layers, as the recurrence plays them."""
+    """Draws four strategies for a model of eight equal layers, simulated by the recurrence."""
     layers = list(range(_NUM_LAYERS, 0, -1))
     singles = [[layer] for layer in layers]
     buckets = [[8], [7, 6], [5, 4], [3, 2], [1]]
@@ -41,7 +41,7 @@ def plot_designs() -> Figure:
 
 
 def _draw_messages(axes: Axes, messages: Sequence[Sequence[int]], *, early: bool) -> None:
-    """Draws messages of layers, and marks what they take after the end of computing."""
+    """Draws the messages and marks the exposed time after the end of backward."""
     ready = [_NUM_LAYERS + 1 - min(message) if early else _NUM_LAYERS for message in messages]
     seconds = [_MESSAGE_TIME + _LAYER_TIME * len(message) for message in messages]
     timeline = simulate_buckets(ready, seconds, _NUM_LAYERS)

@@ -1,1 +1,1 @@
-"""Pictures of what is planned: layouts, budgets, and how well they were predicted."""
+"""Plots of the planner: layouts, budgets, and the accuracy of its predictions."""

@@ -1,4 +1,4 @@
-"""Published peaks of memory against the planner's."""
+"""Plot of published peak memory against the planner's predictions."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _NAMES = {"bloom": "BLOOM (Megatron-DeepSpeed), A100 80 GB", "torchtitan": "torc
 
 
 def plot_published_memory(records: Sequence[Record]) -> Figure:
-    """Draws predicted against measured peaks, and what is predicted of runs out of memory."""
+    """Draws predicted against published peaks, including runs that ran out of memory."""
     figure = blank_figure("Peak memory of a device, predicted with its model held out")
     axes = figure.subplots()
     ends = np.array([25.0, 100.0])

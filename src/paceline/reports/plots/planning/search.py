@@ -1,4 +1,4 @@
-"""Time against device-hours: the best layout of every number of devices, and the front of them."""
+"""Plot of days against device-hours: the best layout per number of devices, and the front."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ _COLORS = {True: COLORS[0], False: COLORS[1]}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontMark:
-    """One number of devices, as it is drawn."""
+    """A point of the plot: one number of devices."""
 
     devices: int
     layout: str
     device_hours: float
     days: float
     low: float
-    """Days at the lower end of the step's interval."""
+    """Days at the lower end of the step time's interval."""
     high: float
     on_front: bool
 
 
 def front_marks(points: Sequence[FrontPoint], tokens: float) -> list[FrontMark]:
-    """Returns what is drawn of a front that was searched, for so many tokens."""
+    """Returns the points to draw for a front from a search, for a run of `tokens` tokens."""
     marks = []
     for point in points:
         time = point.choice.step_time_s
@@ -51,7 +51,7 @@ def front_marks(points: Sequence[FrontPoint], tokens: float) -> list[FrontMark]:
 
 
 def recorded_marks(records: Sequence[Record]) -> list[FrontMark]:
-    """Returns what is drawn of a front that was recorded."""
+    """Returns the points to draw for a recorded front."""
     marks = []
     for record in records:
         time, devices = record.metrics["step_time_s"], int(str(record.case["devices"]))
@@ -71,7 +71,7 @@ def recorded_marks(records: Sequence[Record]) -> list[FrontMark]:
 
 
 def plot_front(marks: Sequence[FrontMark], subtitle: str) -> Figure:
-    """Draws days against device-hours, with 90% intervals of the days."""
+    """Draws days against device-hours, with 90% intervals."""
     figure = blank_figure("Days against device-hours", (8.4, 4.8))
     axes = figure.subplots()
     axes.set_title(subtitle, fontsize="small", color=GRAY)

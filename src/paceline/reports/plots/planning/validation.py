@@ -1,4 +1,4 @@
-"""How accurate the plan is: held-out predictions by source, and what picking by them costs."""
+"""Plot of the planner's accuracy: held-out errors by source, and regret of its choices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _CHOICES = {
 
 
 def plot_validation(records: Sequence[Record]) -> Figure:
-    """Draws predicted over measured time by source, and the regret of four ways to choose."""
+    """Draws predicted over measured step time by source, and the regret of four ways to choose."""
     whole = [record for record in records if record.case["without"] == ""]
     title = "Published runs, each predicted while its model was held out"
     figure = blank_figure(title, (10.5, 5.2))

@@ -1,1 +1,1 @@
-"""Pictures of what fails: goodput against devices, and runs under chaos."""
+"""Plots of reliability: goodput by number of devices, and runs with injected faults."""

@@ -1,4 +1,4 @@
-"""A run under chaos: its steps over time, with the faults that it met."""
+"""Plot of a run with injected faults: steps over time."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ _FAULT_COLORS = {
 
 
 def plot_chaos(records: Sequence[Record]) -> Figure:
-    """Draws the newest of the runs: steps against seconds, faults as spans until the next step."""
+    """Draws the newest run: steps over seconds, with each fault as a span until the next step."""
     runs = [record for record in records if record.kind == "chaos_run"]
     if not runs:
         raise UsageError("nothing to draw: the records have no run under chaos")

@@ -1,4 +1,4 @@
-"""Goodput against devices, by what is done about failures."""
+"""Plot of goodput by number of devices and recovery policy."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from paceline.records import CaseValue, Record
 from paceline.reports.evidence.fields import case_number
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 
-# Recovery, checkpoint, whether there are spares: name, colour, marker.
+# (recovery, checkpoint, has spares): (label, colour, marker).
 _LINES: dict[tuple[CaseValue, CaseValue, bool], tuple[str, str, str]] = {
     ("replicas", "disk", False): ("replicas, no spares", COLORS[2], "o"),
     ("restart", "disk", True): ("restart, hot spares", COLORS[0], "s"),
@@ -23,7 +23,7 @@ _TITLES = {
 
 
 def plot_goodput(records: Sequence[Record]) -> Figure:
-    """Draws a panel for each set of constants: dots are simulated, lines are the formula."""
+    """Draws a panel per set of constants, with simulated goodput as dots and formulas as lines."""
     names = list(dict.fromkeys(str(record.case["constants"]) for record in records))
     figure = blank_figure("Goodput against devices", (9.6, 4.8))
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
@@ -41,7 +41,7 @@ def plot_goodput(records: Sequence[Record]) -> Figure:
             axes.plot(devices, simulated, marker, color=color, label=label)
         axes.set_xscale("log")
         ticks = sorted({case_number(record, "devices") for record in chosen})
-        # Every second one: the labels of neighbours would touch.
+        # Label every second tick, because neighbouring labels would touch.
         axes.xaxis.set_major_locator(FixedLocator(ticks[::2] if len(ticks) > 5 else ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter("{x:,.0f}")

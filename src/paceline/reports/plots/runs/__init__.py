@@ -1,1 +1,1 @@
-"""Pictures of a training run."""
+"""Plots of a training run."""

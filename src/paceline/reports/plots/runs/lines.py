@@ -1,4 +1,4 @@
-"""What the pictures of a run share: colours, thinned and smoothed lines, marks."""
+"""Common parts of the plots of a run: colours, thinned and smoothed lines, marks."""
 
 import itertools
 import statistics
@@ -12,14 +12,14 @@ from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 
 MEASURED, PREDICTED, RESUMED = COLORS[0], COLORS[1], COLORS[3]
 Middle = Callable[[Sequence[float]], float]
-"""A mean or a median."""
+"""A function such as mean or median."""
 _MOST_POINTS = 600
 _SMOOTHED_PARTS = 50
-"""A point of a smoothed line is the middle of one part in so many of the run."""
+"""A point of a smoothed line averages about 1 / `_SMOOTHED_PARTS` of the run."""
 
 
 def run_figure(title: str, run: TrainingRun) -> tuple[Figure, Axes]:
-    """Returns an empty picture of a run."""
+    """Returns an empty figure with the run's name and tokens per step as subtitle."""
     figure = blank_figure(title, (8.0, 4.2))
     axes = figure.subplots()
     tokens = f"{run.expected.tokens_per_step:,} tokens per step"
@@ -29,14 +29,14 @@ def run_figure(title: str, run: TrainingRun) -> tuple[Figure, Axes]:
 
 
 def mark_resumptions(axes: Axes, run: TrainingRun, *, has_label: bool = True) -> None:
-    """Draws a line where the run was started again."""
+    """Draws a vertical line at every resumption."""
     for number, step in enumerate(run.resumptions):
         label = "resumed" if has_label and number == 0 else None
         axes.axvline(step, color=RESUMED, linestyle=":", linewidth=1.2, label=label)
 
 
 def draw_held_out(axes: Axes, run: TrainingRun, label: str) -> None:
-    """Draws the losses of evaluations."""
+    """Draws the held-out losses of the evaluations."""
     axes.plot(
         [row.step for row in run.evaluations],
         [row.loss for row in run.evaluations],
@@ -51,7 +51,7 @@ def draw_held_out(axes: Axes, run: TrainingRun, label: str) -> None:
 def thinned(
     places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:
-    """Returns a line of few enough points to be drawn, each the middle of its neighbours."""
+    """Returns a line of at most `_MOST_POINTS` points, each the `middle` of consecutive values."""
     groups = min(len(values), _MOST_POINTS)
     borders = [number * len(values) // groups for number in range(groups + 1)] if groups else [0]
     spans = list(itertools.pairwise(borders))
@@ -64,7 +64,7 @@ def thinned(
 def smoothed(
     places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:
-    """Returns a line whose points are the middle of a fixed part of the run around them."""
+    """Returns a thinned line, smoothed by the `middle` of a window of fixed length."""
     thin_places, thin_values = thinned(places, values, middle)
     reach = max(1, len(thin_values) // (2 * _SMOOTHED_PARTS))
     return thin_places, [

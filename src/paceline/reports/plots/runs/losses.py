@@ -1,4 +1,4 @@
-"""Losses of a run, and what drives them: learning rate and gradients."""
+"""Plots of the losses, learning rate and gradient norm of a run."""
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -16,7 +16,7 @@ from paceline.reports.plots.style import GRAY, add_grid, blank_figure
 
 
 def plot_losses(run: TrainingRun) -> Figure:
-    """Draws the loss of every step, its smoothed course, and held-out text."""
+    """Draws the training loss, raw and smoothed, the held-out loss and the predicted final loss."""
     figure, axes = run_figure("Loss", run)
     steps = [row.step for row in run.steps]
     losses = [row.loss for row in run.steps]
@@ -42,7 +42,7 @@ def plot_losses(run: TrainingRun) -> Figure:
 
 
 def plot_schedule(run: TrainingRun) -> Figure:
-    """Draws the learning rate above the norm of the gradients."""
+    """Draws the learning rate and, below it, the gradient norm."""
     figure = blank_figure("Learning rate and gradients", (8.0, 5.0))
     above, below = figure.subplots(2, sharex=True)
     steps = [row.step for row in run.steps]

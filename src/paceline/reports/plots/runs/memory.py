@@ -1,4 +1,4 @@
-"""Memory of a run beside its prediction and its limit."""
+"""Plot of a run's memory, with its prediction and limit."""
 
 from matplotlib.figure import Figure
 
@@ -8,11 +8,11 @@ from paceline.reports.plots.runs.lines import MEASURED, PREDICTED, run_figure, t
 from paceline.reports.plots.style import GRAY, memory_unit
 
 _FAR = 3.0
-"""Beyond so many times what is in use, a limit is not drawn."""
+"""The axis includes the limit only if it is below this multiple of the largest other value."""
 
 
 def plot_memory(run: TrainingRun) -> Figure | None:
-    """Draws the memory of the first rank, what was predicted, and the limit where it is near."""
+    """Draws the memory of the first rank, its prediction and its limit; None without data."""
     seen = [(row.step, row.memory_bytes) for row in run.steps if row.memory_bytes is not None]
     if not seen:
         return None
@@ -35,7 +35,7 @@ def plot_memory(run: TrainingRun) -> Figure | None:
         axes.axhline(
             limit / unit, color=GRAY, linestyle=":", label=f"limit {format_binary_bytes(limit)}"
         )
-    # A limit that is far away would flatten everything else: its number in the legend is enough.
+    # A distant limit would flatten everything else, so it appears only in the legend.
     highest = max(most, predicted or 0)
     near = limit is not None and limit < _FAR * highest
     axes.set_ylim(0, 1.25 * (limit if near and limit is not None else highest) / unit)

@@ -1,4 +1,4 @@
-"""How fast a run is, how well that was predicted, and where its time goes."""
+"""Plots of a run's throughput, step times against their prediction, and time by phase."""
 
 import dataclasses
 import operator
@@ -27,16 +27,16 @@ _PHASES = {
     "checkpoint_s": ("checkpoint", COLORS[4], "\\\\\\"),
 }
 _NARROW = 0.06
-"""A phase that is a smaller part of the time has its share in the legend only."""
+"""Phases below this share of the time are labelled only in the legend."""
 
 
 def plot_throughput(run: TrainingRun) -> Figure:
-    """Draws tokens per second, as measured and as predicted."""
+    """Draws tokens per second, measured and predicted."""
     figure, axes = run_figure("Throughput", run)
     expected = run.expected
     steps = [row.step for row in run.steps]
     speeds = [expected.tokens_per_s(row.step_time_s) for row in run.steps]
-    # The median: a step after an evaluation or a checkpoint has their time, too.
+    # The median, because the time of a step after an evaluation or a checkpoint includes it.
     line = smoothed(steps, speeds, statistics.median)
     axes.plot(*line, color=MEASURED, label="median of neighbouring steps")
     if expected.step_time_s is not None:
@@ -58,13 +58,13 @@ def plot_throughput(run: TrainingRun) -> Figure:
 
 
 def plot_step_times(run: TrainingRun) -> Figure:
-    """Draws how long steps took, beside what was predicted."""
+    """Draws a histogram of step times, with the predicted step time."""
     is_predicted = run.expected.step_time_s is not None
     title = "Step time: predicted against measured" if is_predicted else "Step time"
     figure, axes = run_figure(title, run)
     times = [1e3 * row.step_time_s for row in steady_steps(run.rows) or run.steps]
     median = statistics.median(times)
-    # A few stragglers would squeeze all others into one bar; they are counted in the label.
+    # A few stragglers would squeeze all other steps into one bar. The label counts them instead.
     limit = 3 * median
     shown = [time_ms for time_ms in times if time_ms <= limit]
     beyond = len(times) - len(shown)
@@ -82,7 +82,7 @@ def plot_step_times(run: TrainingRun) -> Figure:
 
 
 def plot_phases(run: TrainingRun) -> Figure:
-    """Draws where the time of the run went, as one bar."""
+    """Draws the time of the run as one bar, divided by phase."""
     times = phase_times(run.rows)
     figure = blank_figure("Time by phase", (8.0, 2.6))
     axes = figure.subplots()

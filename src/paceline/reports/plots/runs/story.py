@@ -1,4 +1,4 @@
-"""One run at a glance: what was planned, and what came of it."""
+"""Summary plot of one run: planned and measured step times, and loss."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,16 +17,16 @@ from paceline.reports.plots.style import GRAY, add_grid, blank_figure
 from paceline.reports.tables.planning.forecasts import between
 
 _ABOVE = 1.6
-"""The axis of step times ends at this many times the largest of predicted and measured."""
+"""The step-time axis ends at this multiple of the larger of predicted and measured time."""
 
 
 def plot_story(run: TrainingRun, step: HistoryEntry, subtitle: str) -> Figure:
-    """Draws the steps of a run inside the band that was predicted, beside its loss.
+    """Draws the step times of a run with the predicted interval, and its loss.
 
     Args:
         run: The run.
-        step: Its step time, predicted and measured.
-        subtitle: What was trained, and on what.
+        step: The predicted and measured step time; must have a prediction.
+        subtitle: The model and hardware of the run.
     """
     figure = blank_figure("Planned, trained, compared", (9.0, 3.9))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -1,1 +1,1 @@
-"""Pictures of scaling laws: fits of a sweep, and how they held beyond it."""
+"""Plots of scaling laws: fits of a sweep, and their accuracy when extrapolated."""

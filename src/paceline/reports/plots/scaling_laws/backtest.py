@@ -1,4 +1,4 @@
-"""Losses predicted beyond a sweep's budgets beside those that were reached, by method."""
+"""Plot of extrapolated against observed losses, by method."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ _STYLES = {
 }
 _MIDDLE_WINDOW = 6
 _APART = 1.05
-"""Factor between the places of neighbouring markers at a budget."""
+"""Factor between the x positions of neighbouring markers at a budget."""
 
 
 def plot_scaling_backtest(records: Sequence[Record]) -> Figure:
-    """Draws the error of the loss at 8 times the fitted budgets, a panel per sweep."""
+    """Draws the error of the loss predicted at 8 times the largest fitted budget, by sweep."""
     figure = blank_figure("Loss at 8 times the largest budget fitted, against the loss reached")
     sweeps = list(dict.fromkeys(str(record.case["sweep"]) for record in records))
     panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
@@ -31,7 +31,7 @@ def plot_scaling_backtest(records: Sequence[Record]) -> Figure:
                 for record in records
                 if record.case["sweep"] == sweep and record.case["method"] == method
             ]
-            # Windows of several lengths end at the same budget: one after the other.
+            # Windows of several lengths predict the same budget, so their markers are spread out.
             places = [_place(record, number) for record in chosen]
             errors, below, above = [], [], []
             for record in chosen:
@@ -58,7 +58,7 @@ def plot_scaling_backtest(records: Sequence[Record]) -> Figure:
 
 
 def _place(record: Record, number: int) -> float:
-    """Returns where the marker of the so manieth method lies, beside its budget."""
+    """Returns the x position of a marker near its budget; `number` is the index of the method."""
     budget, shown = record.case["compute_budget"], record.case["num_budgets"]
     assert isinstance(budget, float)
     assert isinstance(shown, int)

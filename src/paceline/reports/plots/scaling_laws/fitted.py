@@ -1,4 +1,4 @@
-"""Pictures of scaling laws: profiles with minima, laws with bands, the surface, residuals."""
+"""Plots of scaling-law fits: profiles with minima, laws with bands, surface, residuals."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ _METHOD_COLORS = {
 
 
 def plot_profiles(fit: ScalingFit) -> Figure:
-    """Draws the loss by size of every budget, with its parabola and both minima."""
+    """Draws loss by model size for every budget, with parabola, surface and both minima."""
     figure, (axes,) = _figure("Loss by model size at equal compute", fit, 1)
     sweep = fit.sweep
     surface = fit.parametric.surface if fit.has_surface else None
@@ -45,7 +45,7 @@ def plot_profiles(fit: ScalingFit) -> Figure:
         budgets = np.geomspace(sweep.compute.min(), sweep.compute.max(), 100)
         optimum = surface.optimal_parameters(budgets), surface.optimal_loss(budgets)
         axes.plot(*optimum, "--", color="black", lw=1, label="optimum of the surface")
-    axes.plot([], [], "-", color=GRAY, label="surface")
+        axes.plot([], [], "-", color=GRAY, label="surface")
     axes.plot([], [], ":", color=GRAY, label="parabola")
     axes.plot([], [], "x", color="black", label="vertex of the parabola")
     _logarithmic(axes, "parameters N", "final loss", log_y=False)
@@ -54,14 +54,14 @@ def plot_profiles(fit: ScalingFit) -> Figure:
 
 
 def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> Figure:
-    """Draws N and D against C with bands, to at least 1e24 FLOPs."""
+    """Draws optimal N and D against C with bands, up to at least 1e24 FLOPs."""
     figure, panels = _figure("Compute-optimal model and data", fit, 2)
     budgets = np.geomspace(fit.sweep.compute.min(), _reach(fit), 120)
     for method in fit.methods:
         color = _METHOD_COLORS[method.method]
         answer = predict(method, budgets, level)
         for axes, band in zip(panels, (answer.parameters, answer.tokens), strict=True):
-            # Huber's line usually covers the parametric one.
+            # Dashed, because the Huber line usually covers the parametric one.
             style = "--" if method.method == "huber" else "-"
             axes.plot(budgets, band.value, style, color=color, label=method.method, zorder=3)
             axes.fill_between(budgets, band.low, band.high, color=color, alpha=0.15, lw=0)
@@ -102,7 +102,7 @@ def plot_surface(fit: ScalingFit) -> Figure:
     colors = _shades(len(levels))[::-1]
     axes.contour(grid_c, grid_n, loss, levels=levels, colors=colors, linewidths=0.9)
     axes.plot(budgets, best, color=COLORS[1], lw=2, label="efficient frontier")
-    # Each contour is named where it meets the frontier, its leftmost point.
+    # Each contour is labelled at its leftmost point, where it meets the frontier.
     for level, compute in zip(levels, surface.compute_for_loss(levels), strict=True):
         if budgets[0] < compute < budgets[-1]:
             meeting = (compute, float(surface.optimal_parameters(compute)))
@@ -115,11 +115,11 @@ def plot_surface(fit: ScalingFit) -> Figure:
 
 
 def plot_residuals(fit: ScalingFit) -> Figure:
-    """Draws what the parametric surface leaves unexplained, by size and by compute."""
+    """Draws the residuals of the parametric surface by model size and by compute."""
     figure, panels = _figure("Residuals of the parametric fit", fit, 2)
     residuals = fit.parametric.residuals
     largest = float(np.abs(residuals).max())
-    # Runs without noise leave parts per billion; say so instead of writing 0.00%.
+    # Residuals of noiseless runs are parts per billion, which would show as 0.00%.
     scale, unit = (100.0, "%") if largest > 1e-5 else (1e9, "parts per billion")
     columns = {"parameters N": fit.sweep.parameters, "compute C (FLOPs)": fit.sweep.compute}
     index = fit.sweep.budget_index

@@ -1,4 +1,4 @@
-"""Pictures of one decision: the law that carries it, and predictions beside measurements."""
+"""Plots of one target run: the fitted law, and predictions relative to measurements."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ _MEASURED, _PREDICTED = COLORS[0], COLORS[1]
 def plot_target(
     fit: ScalingFit, belief: Belief, budget: float, predicted: Estimate, measured: float | None
 ) -> Figure:
-    """Draws the losses of a sweep, the best loss by compute with its band, and the target."""
+    """Draws the losses of a sweep, the fitted best loss by compute, and the target."""
     figure = blank_figure("From small runs to the large one", (8.0, 4.4))
     axes = figure.subplots()
     sweep = fit.runs
@@ -63,7 +63,7 @@ def plot_target(
 
 
 def plot_errors(entries: Sequence[HistoryEntry]) -> Figure:
-    """Draws each prediction with its interval, relative to what was measured."""
+    """Draws each prediction with its interval, relative to the measurement."""
     shown = [each for each in entries if each.predicted is not None]
     figure = blank_figure("Predicted, relative to measured", (8.0, 0.9 + 0.55 * len(shown)))
     axes = figure.subplots()

@@ -1,1 +1,1 @@
-"""Tables of what is planned: layouts, budgets, and how well they were predicted."""
+"""Tables of the planner: layouts, budgets, and the accuracy of its predictions."""

@@ -1,4 +1,4 @@
-"""Predicted steps beside measured ones: a table of groups, and how far to trust it."""
+"""Table of predicted and measured step times by group, with errors and coverage."""
 
 import collections
 import statistics
@@ -17,7 +17,11 @@ _GROUPED_BY = ("ranks", "link", "strategy")
 
 
 def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Table:
-    """Makes a row for every strategy at every place, and one for the first cases, which count."""
+    """Returns a row per number of ranks, link and strategy, and one for all counted cases.
+
+    Only the first `counted` cases enter the summary. Predictions without intervals get a row per
+    case instead.
+    """
     if any(each.predicted.low is None for each in held_out):
         return _cases_table(held_out)
     groups: dict[tuple[str, ...], list[HeldOutPrediction]] = {}
@@ -39,7 +43,7 @@ def backtest_table(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Ta
 
 
 def _cases_table(held_out: Sequence[HeldOutPrediction]) -> Table:
-    """Makes a table with a row for every case, of predictions without intervals."""
+    """Returns a row per case, for predictions without intervals."""
     return Table(
         headers=("model", "batch", *_GROUPED_BY, "predicted", "measured", "error"),
         rows=tuple(
@@ -62,7 +66,7 @@ def _cases_table(held_out: Sequence[HeldOutPrediction]) -> Table:
 
 
 def summary_text(held_out: Sequence[HeldOutPrediction]) -> str:
-    """Says error and coverage in a sentence."""
+    """Returns error and coverage as a sentence."""
     summary = summarize(held_out)
     text = (
         f"{summary.num_cases} cases: the median of absolute errors is {summary.median_error:.1%}, "
@@ -77,7 +81,7 @@ def summary_text(held_out: Sequence[HeldOutPrediction]) -> str:
 
 
 def _harder_summaries(held_out: Sequence[HeldOutPrediction]) -> Iterator[str]:
-    """Says how well cases are predicted by others that have less in common with them."""
+    """Yields the accuracy with whole groups held out: all cases of a model, or of a link."""
     cases = [each.case for each in held_out]
     for label in ("model", "link"):
         sizes = collections.Counter(case.labels[label] for case in cases)

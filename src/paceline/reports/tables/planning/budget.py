@@ -1,4 +1,4 @@
-"""The table of `paceline plan budget`: numbers of devices, and when each would be done."""
+"""The table of `paceline plan budget`: duration and cost by number of devices."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from paceline.reports.tables.table import Table
 
 
 def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = ()) -> Table:
-    """Makes a row for every number of devices; the smallest and the cheapest are marked."""
+    """Returns a row per number of devices; the smallest and the cheapest in time are marked."""
     has_price = found.points[0].run.cost is not None
     return Table(
         headers=(

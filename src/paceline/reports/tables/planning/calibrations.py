@@ -1,4 +1,4 @@
-"""What frameworks reach on devices, and how far off their rows were without their own model."""
+"""Table of framework calibrations: achieved shares of peak rates, and held-out errors."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _NOT_HELD_OUT = "-"
 
 
 def calibrations_table(calibrations: Sequence[FrameworkCalibration]) -> Table:
-    """Makes a row for every calibration."""
+    """Returns a row per calibration."""
     return Table(
         headers=(
             *("calibration", "rows", "matmuls (of peak)", "attention (of peak)"),

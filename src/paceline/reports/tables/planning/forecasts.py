@@ -1,4 +1,4 @@
-"""Predictions of runs as tables: one run beside its measurements, all runs in a few numbers."""
+"""Tables of predictions for runs: one run with its measurements, and a summary of all runs."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,11 +13,11 @@ WRITTEN: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "memory_bytes": ("rank memory", format_binary_bytes),
     "duration_s": ("duration", format_duration),
 }
-"""What each quantity is called, and how it is written."""
+"""Display name and format of each quantity."""
 
 
 def outcome_table(entries: Sequence[HistoryEntry], caption: str) -> Table:
-    """Makes a row for every quantity of a run: predicted, measured, how far off."""
+    """Returns a row per quantity of a run: predicted, measured, error."""
     return Table(
         headers=("", "predicted", "90% interval", "measured", "error", "inside"),
         rows=tuple(_outcome_row(each) for each in entries),
@@ -42,13 +42,13 @@ def _outcome_row(entry: HistoryEntry) -> tuple[str, ...]:
 
 
 def between(low: str, high: str) -> str:
-    """Returns both ends, with a unit that they share only once."""
+    """Returns an interval as text, with a shared unit written only once."""
     (number, *unit), (_, *other) = low.split(), high.split()
     return f"{number if unit == other and len(unit) == 1 else low} to {high}"
 
 
 def coverage_table(found: Sequence[Coverage], caption: str) -> Table:
-    """Makes a row for every quantity that was ever predicted: errors, and how often inside."""
+    """Returns a row per predicted quantity: errors, and coverage of the intervals."""
     return Table(
         headers=("", "predictions", "median error", "largest error", "inside their 90% interval"),
         rows=tuple(

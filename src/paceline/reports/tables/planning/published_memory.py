@@ -1,4 +1,4 @@
-"""Peaks of memory that were published beside the planner's, by framework."""
+"""Table of published peak memory against the planner's predictions, by framework."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _LIMIT = 0.06
 
 
 def published_memory_table(records: Sequence[Record]) -> Table:
-    """Returns errors of peaks, and how many runs are rightly said to fit or not, by framework."""
+    """Returns a row per framework: errors of peaks, and counts of correct fit verdicts."""
     rows = []
     for framework in dict.fromkeys(str(record.case["framework"]) for record in records):
         own = [record for record in records if record.case["framework"] == framework]
@@ -44,7 +44,7 @@ def published_memory_table(records: Sequence[Record]) -> Table:
 
 
 def relative_error(record: Record) -> float:
-    """Returns the predicted over the published peak, less one."""
+    """Returns the relative error of the predicted peak."""
     return record.metrics["predicted_bytes"].value / record.metrics["peak_bytes"].value - 1
 
 

@@ -1,4 +1,4 @@
-"""Tables of recorded searches: the best layouts, published ones, large clusters, speed."""
+"""Tables of recorded searches: best layouts, published layouts, large clusters, search speed."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from paceline.reports.tables.table import Table
 
 
 def layouts_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every layout of one search, the fastest first."""
+    """Returns a row per layout of one search; `records` has the fastest first."""
     first = records[0]
     return Table(
         headers=("layout", "step (s)", "90% interval", *_HEADERS, "days", "device-hours"),
@@ -30,7 +30,7 @@ def layouts_table(records: Sequence[Record]) -> Table:
 
 
 def published_table(records: Sequence[Record]) -> Table:
-    """Makes two rows for every published layout: what the search finds, and what was published."""
+    """Returns a row per record: layouts that the search found, and the published ones."""
     return Table(
         headers=("devices", "sequence", "", "layout", "step (s)", "90% interval", *_HEADERS),
         rows=tuple(
@@ -49,7 +49,7 @@ def published_table(records: Sequence[Record]) -> Table:
 
 
 def recipes_table(records: Sequence[Record], caption: str) -> Table:
-    """Makes a row for what the search finds and for each published recipe, with its measurement."""
+    """Returns a row per layout: search results, and published recipes with measurements."""
     return Table(
         headers=(
             "model, devices",
@@ -76,7 +76,7 @@ def recipes_table(records: Sequence[Record], caption: str) -> Table:
 
 
 def batches_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every batch on a large cluster, with goodput."""
+    """Returns a row per batch size on a large cluster, with goodput."""
     first = records[0]
     return Table(
         headers=(
@@ -101,7 +101,7 @@ def batches_table(records: Sequence[Record]) -> Table:
 
 
 def speed_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every search that was timed."""
+    """Returns a row per timed search."""
     return Table(
         headers=("model", "devices", "layouts", "fit", "processor (s)", "resident peak"),
         rows=tuple(

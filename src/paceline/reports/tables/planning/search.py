@@ -1,4 +1,4 @@
-"""Tables of `paceline plan search` and `plan budget`: the best layouts, and why not others."""
+"""Tables of `paceline plan search` and `plan budget`: best layouts, comparisons, advice."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from paceline.reports.tables.terminal import NOT_APPLICABLE
 def search_table(
     result: SearchResult, runs: Sequence[RunEstimate] | None = None, notes: Sequence[str] = ()
 ) -> Table:
-    """Makes a row for the best layout of every mesh, the fastest first."""
+    """Returns a row for the best layout of every mesh, the fastest first."""
     question = result.question
     alike = not_told_apart(result.choices)
     return Table(
@@ -95,7 +95,7 @@ def _idle_note(result: SearchResult) -> tuple[str, ...]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Makes a row for every term of two layouts, side by side."""
+    """Returns a row per time and memory term, with two layouts side by side."""
     best, other = comparison.best, comparison.other
     limit = "" if comparison.fits else ", were memory no limit"
     rows = [
@@ -141,7 +141,7 @@ def _detail(term: str) -> str:
 
 
 def advice_table(changes: Sequence[Change]) -> Table:
-    """Makes a row for everything that could be changed, what helps most first."""
+    """Returns a row per change in the given order, largest speedup first."""
     return Table(
         headers=("with", "tokens/s", "device-hours", "best layout then"),
         rows=tuple(
@@ -158,7 +158,7 @@ def advice_table(changes: Sequence[Change]) -> Table:
 
 
 def run_lines(run: RunEstimate) -> tuple[str, ...]:
-    """Returns what a run takes in sentences."""
+    """Returns sentences on the duration, device-hours, interruptions and cost of a run."""
     spares = f" and {run.spare_hosts} spare hosts" if run.spare_hosts else ""
     lines = [
         f"{run.tokens:.3g} tokens in {run.steps:,} steps: {run.days:.3g} days "

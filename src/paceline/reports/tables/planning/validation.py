@@ -1,4 +1,4 @@
-"""How accurate the plan is, from the records of scripts/planner_validation.py."""
+"""Tables of the planner's accuracy, from the records of scripts/planner_validation.py."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ ALL = "all"
 
 
 def accuracy_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every source: errors and intervals of rows whose model was held out."""
+    """Returns a row per source: errors and intervals with the model held out."""
     chosen = _studies(records, "accuracy", "")
     return Table(
         headers=(
@@ -38,7 +38,7 @@ def accuracy_table(records: Sequence[Record]) -> Table:
 
 
 def regret_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every source that has sweeps of at least five layouts."""
+    """Returns the regret of each source that has sweeps of at least five layouts."""
     return Table(
         headers=(
             *("source", "sweeps", "layouts", "first choice, mean", "largest"),
@@ -64,7 +64,7 @@ def regret_table(records: Sequence[Record]) -> Table:
 
 
 def ablation_table(records: Sequence[Record]) -> Table:
-    """Makes a row for every term and source: the error and the regret with it and without it."""
+    """Returns a row per term and source: error and regret with and without the term."""
     whole = {str(record.case["source"]): record for record in _studies(records, "accuracy", "")}
     picks = {
         (str(record.case["source"]), str(record.case["without"])): record
@@ -102,7 +102,7 @@ def _studies(records: Sequence[Record], study: str, without: str) -> list[Record
         for record in records
         if (record.case["study"], record.case["without"]) == (study, without)
     ]
-    # The sum of all stands last.
+    # The summary of all sources comes last.
     return sorted(chosen, key=lambda record: (record.case["source"] == ALL, _key(record)))
 
 

@@ -1,1 +1,1 @@
-"""What a checkpoint's files look like; torch is not needed to read any of it."""
+"""File format of checkpoints; reading it does not need torch."""

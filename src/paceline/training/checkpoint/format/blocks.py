@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint's files, which are handed out only if they have their digests."""
+"""Verified reads of checkpoint files: bytes are returned only if they match their digests."""
 
 import blake3
 
@@ -12,14 +12,14 @@ from paceline.training.checkpoint.format.shard_file import ITEM_BYTES
 def read_chunk(
     storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, blocks: range
 ) -> bytearray:
-    """Returns blocks of a chunk, all of which have their digests.
+    """Returns blocks of a chunk, after verifying their digests.
 
     Args:
-        storage: The checkpoint's files.
-        manifest: What they hold.
-        name: The tensor.
-        chunk: Its chunk.
-        blocks: Neighbours.
+        storage: Files of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        name: Name of the tensor.
+        chunk: Chunk of the tensor.
+        blocks: Consecutive blocks.
     """
     content = bytearray()
     for block in blocks:
@@ -30,7 +30,7 @@ def read_chunk(
 def read_block(
     storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, block: int
 ) -> bytes:
-    """Returns one block of a chunk, and raises if it is not what was saved."""
+    """Returns one block of a chunk; raises if it does not match its digest."""
     file = manifest.files[chunk.file]
     start, end = block_range(manifest, name, chunk, block)
     content = read_bytes(storage, file.name, start, end)
@@ -43,14 +43,14 @@ def read_block(
 
 
 def block_range(manifest: Manifest, name: str, chunk: ChunkEntry, block: int) -> tuple[int, int]:
-    """Returns the first byte of a block in its file, and the byte after its last."""
+    """Returns the start and end of a block in its file, in bytes."""
     num_bytes = num_elements(chunk) * ITEM_BYTES[manifest.tensors[name].dtype]
     start = chunk.start + block * manifest.block_bytes
     return start, min(start + manifest.block_bytes, chunk.start + num_bytes)
 
 
 def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> None:
-    """Reads what a file begins with, and raises if it is not what was saved."""
+    """Reads the header of a file; raises if it does not match its digest."""
     file = manifest.files[file_number]
     header = read_bytes(storage, file.name, 0, file.header_bytes)
     if blake3.blake3(header).hexdigest() != file.header_blake3:
@@ -61,7 +61,7 @@ def verify_header(storage: Storage, manifest: Manifest, file_number: int) -> Non
 
 
 def wrong_sizes(storage: Storage, manifest: Manifest) -> dict[str, str]:
-    """Returns what is missing, truncated or too long, by file, without reading any of it."""
+    """Returns a message per missing, truncated or overlong file, without reading any of them."""
     try:
         sizes = storage.sizes()
     except OSError as error:
@@ -78,7 +78,7 @@ def wrong_sizes(storage: Storage, manifest: Manifest) -> dict[str, str]:
 
 
 def read_bytes(storage: Storage, name: str, start: int, end: int) -> bytes:
-    """Returns bytes of a file, all of which must be there."""
+    """Returns a range of bytes of a file; raises if any are missing."""
     try:
         return storage.read_range(name, start, end)
     except OSError as error:

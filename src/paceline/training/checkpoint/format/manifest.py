@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: what is in it, and how to know that it is intact.
+"""The manifest of a checkpoint: its contents, and the digests that verify them.
 
-Stored as ``{"blake3": DIGEST, "manifest": {...}}``, so that the manifest can be trusted before it
-is used: any other bytes than those that were written are refused.
+Stored as ``{"blake3": DIGEST, "manifest": {...}}``, so that the manifest is verified before it is
+used: any change to its bytes is rejected.
 
-A tensor's chunks have digests by block of `block_bytes`, so that who needs a few rows of a large
-chunk reads and verifies only the blocks that they lie in.
+Each chunk of a tensor has one digest per block of `block_bytes`. A reader of a few rows of a large
+chunk therefore reads and verifies only the blocks that contain them.
 """
 
 import math
@@ -21,28 +21,28 @@ SCHEMA = 1
 DEFAULT_BLOCK_BYTES = 2**24
 
 Json: TypeAlias = Any
-"""What JSON can hold: None, booleans, numbers, text, lists and dictionaries of these by text."""
+"""JSON value: None, boolean, number, string, list, or dictionary with string keys."""
 
 
 class ChunkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A box of a tensor's elements, where it lies, and its digests."""
+    """A box of a tensor's elements, its location, and its digests."""
 
     offsets: list[int]
-    """Where it begins in the tensor, by dimension."""
+    """Start in the tensor, by dimension."""
     shape: list[int]
     file: int
-    """Place of its file in the manifest's list."""
+    """Index of its file in the manifest's list."""
     start: int
-    """First byte in the file."""
+    """Offset of its first byte in the file."""
     blake3: list[str]
-    """Of each block of its bytes; the last block may be shorter."""
+    """Digest of each block of its bytes; the last block may be shorter."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor as a whole, and the chunks that the ranks have saved of it."""
+    """A whole tensor, and the chunks in which ranks saved it."""
 
     dtype: str
-    """As safetensors calls it."""
+    """Safetensors name of the dtype."""
     shape: list[int]
     chunks: list[ChunkEntry]
 
@@ -52,36 +52,36 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str
     rank: int
-    """Who has written it."""
+    """Rank that wrote the file."""
     num_bytes: int
     header_bytes: int
     """Bytes before the first tensor."""
     header_blake3: str
     blake3: str
-    """Of the whole file."""
+    """Digest of the whole file."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint is made of."""
+    """Contents of a checkpoint."""
 
     schema: int
     step: int
     save_id: str
-    """Tells two attempts to save the same step apart."""
+    """Distinguishes two attempts to save the same step."""
     world_size: int
     block_bytes: int
     identity: msgspec.Raw
-    """What the run says of itself: position in the data, schedule, config, fingerprints."""
+    """Metadata of the run, such as its model and its position in the data."""
     ranks: list[msgspec.Raw]
-    """What each rank says of itself, such as the state of its random numbers."""
+    """Metadata of each rank, such as its random state."""
     values: dict[str, msgspec.Raw]
-    """Entries of the state that are no tensors, by name."""
+    """Entries of the state that are not tensors, by name."""
     tensors: dict[str, TensorEntry]
     files: list[FileEntry]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files of tensors."""
+        """Total size of all tensor files."""
         return sum(file.num_bytes for file in self.files)
 
 
@@ -91,16 +91,16 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Returns the bytes that are stored."""
+    """Returns the manifest as it is stored."""
     return _seal(msgspec.json.encode(manifest))
 
 
 def decode_manifest(content: bytes, where: str) -> Manifest:
-    """Returns the manifest, if these are the bytes that were stored.
+    """Decodes a manifest; raises unless the bytes match their digest.
 
     Args:
-        content: The file's bytes.
-        where: The file, for errors.
+        content: Bytes of the file.
+        where: Path of the file, for errors.
     """
     try:
         body = bytes(msgspec.json.decode(content, type=_Envelope).manifest)
@@ -122,7 +122,7 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
 
 
 def block_digests(content: memoryview, block_bytes: int) -> list[str]:
-    """Returns the digest of each block of a chunk's bytes; none of an empty one."""
+    """Returns the digest of each block of a chunk's bytes; empty for an empty chunk."""
     return [
         blake3.blake3(content[start : start + block_bytes]).hexdigest()
         for start in range(0, len(content), block_bytes)
@@ -130,7 +130,7 @@ def block_digests(content: memoryview, block_bytes: int) -> list[str]:
 
 
 def num_elements(chunk: ChunkEntry) -> int:
-    """Returns how many elements a chunk has."""
+    """Returns the number of elements of a chunk."""
     return math.prod(chunk.shape)
 
 

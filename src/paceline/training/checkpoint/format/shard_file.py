@@ -1,7 +1,7 @@
-"""The layout of one safetensors file: a header that says where tensors lie, and their bytes.
+"""Layout of one safetensors file: a header that locates the tensors, followed by their bytes.
 
-The header is known before any tensor is: a file is written front to back, one tensor at a time, and
-any program that reads safetensors can open it.
+The header does not depend on the tensors' values. A file is therefore written front to back, one
+tensor at a time, and any program that reads safetensors can open it.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ ITEM_BYTES = {
     "F64": 8,
     "C64": 8,
 }
-"""Bytes per element, by the names that safetensors gives to dtypes."""
+"""Bytes per element, by safetensors name of the dtype."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
@@ -35,24 +35,24 @@ _ALIGNMENT = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A chunk of a tensor that goes into a file."""
+    """A chunk of a tensor, as stored in a file."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     dtype: str
     offsets: tuple[int, ...]
-    """Where the chunk begins in the tensor."""
+    """Start of the chunk in the tensor."""
     shape: tuple[int, ...]
     full_shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Size in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def label(self) -> str:
-        """What it is called in the file: a part of a tensor has its ranges in the name."""
+        """Name in the file; a part of a tensor has its ranges in the name."""
         if self.shape == self.full_shape:
             return self.name
         ranges = zip(self.offsets, self.shape, strict=True)
@@ -60,12 +60,12 @@ class Piece:
 
 
 def order_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Returns pieces in the order in which each is aligned to its elements: widest first."""
+    """Returns pieces widest dtype first, which aligns each to its element size."""
     return sorted(pieces, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.label))
 
 
 def encode_header(pieces: Sequence[Piece]) -> bytes:
-    """Returns the bytes before the first piece, which then follow one behind another."""
+    """Returns the header of a file in which the pieces follow back to back."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for piece in pieces:
@@ -82,7 +82,7 @@ def encode_header(pieces: Sequence[Piece]) -> bytes:
 
 
 def split_into_files(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[Piece]]:
-    """Groups pieces into files of bounded size; a piece that is larger has one of its own."""
+    """Groups pieces into files of bounded size; a larger piece gets its own file."""
     files: list[list[Piece]] = []
     room = 0
     for piece in pieces:

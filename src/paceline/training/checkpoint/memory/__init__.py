@@ -1,1 +1,1 @@
-"""The newest state of a run in its hosts' memory, each part with a replica on the next host."""
+"""In-memory checkpoints: the newest state, each shard with a replica on the next host."""

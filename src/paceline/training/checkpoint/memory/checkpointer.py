@@ -1,12 +1,12 @@
-"""Saving to memory, in the course of a run.
+"""Saves checkpoints to host memory during a run.
 
-As a save to a disk, up to the point where every rank has written its files and the first one has
-the manifest. Then, on the thread of every rank:
+A save works like one to disk, until every rank has written its files and the first rank has the
+manifest. Then, on the checkpoint thread of every rank:
 
-1. All ranks receive the manifest, and make room for the replicas that they keep.
-2. Each sends its files to its keeper.
-3. When all have what they keep, the first rank of every host publishes.
-4. When all hosts have published, each removes the save before: one stays, two are there meanwhile.
+1. All ranks receive the manifest, and allocate space for the replicas that they keep.
+2. Each rank sends its files to the rank that keeps their replica.
+3. Once all replicas have arrived, the first rank of every host publishes.
+4. Once all hosts have published, each removes the previous save. Two saves exist only in between.
 """
 
 import pathlib
@@ -25,12 +25,12 @@ _TOKEN = "memory-token"
 
 
 class MemoryCheckpointer(Checkpointer):
-    """Saves a run's state to its hosts' memory; all ranks make one and call it alike.
+    """Saves the state of a run to host memory; every rank creates one and makes the same calls.
 
     Args:
-        root: A directory of a tmpfs on each host.
-        checkpoints: The run's directory of checkpoints, which all ranks see. When it is removed,
-            what is in memory is forgotten with it.
+        root: A tmpfs directory on each host.
+        checkpoints: The run's checkpoint directory, which all ranks share. Removing it also
+            invalidates the checkpoints in memory.
     """
 
     def __init__(self, root: str, checkpoints: str) -> None:
@@ -61,16 +61,19 @@ class MemoryCheckpointer(Checkpointer):
             self.memory.remove_others(step)
 
     def retain(self) -> None:
-        """Has nothing left to remove."""
+        """Does nothing: `complete` has removed the previous save."""
 
     def forget_others(self, step: int | None) -> None:
-        """Removes all steps but one, or all, on every host; all ranks call it, and none saves."""
+        """Removes all steps but `step`, or all if it is None, on every host.
+
+        All ranks must call it, while no save is in progress.
+        """
         if self.hosts.is_leader:
             self.memory.remove_others(step)
         require_all(lambda: None, self.group)
 
     def finish(self) -> None:
-        """Gives the memory back; all ranks call it when the run needs it no more."""
+        """Frees the memory; all ranks must call it when the run no longer needs it."""
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join()
         require_all(lambda: None, self.group)
@@ -79,7 +82,7 @@ class MemoryCheckpointer(Checkpointer):
         self.close()
 
     def close(self) -> None:
-        """Gives up the group; what is in memory stays there."""
+        """Destroys the group; checkpoints in memory stay there."""
         super().close()
         self.memory.close()
 

@@ -1,4 +1,4 @@
-"""Which ranks share a memory, and who keeps whose replica."""
+"""Groups ranks by host memory, and determines who keeps whose replica."""
 
 import dataclasses
 
@@ -9,26 +9,26 @@ from paceline.training.checkpoint.agreement import from_all
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """The hosts of a run, as one of its ranks sees them."""
+    """The hosts of a run, as seen by one rank."""
 
     rank: int
     names: tuple[str, ...]
-    """What each rank calls its host's memory."""
+    """Identifier of each rank's host memory."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its host: the first of those that share its memory."""
+        """Whether this rank leads its host: the first of the ranks that share its memory."""
         return self.names.index(self.names[self.rank]) == self.rank
 
     def on(self, name: str) -> list[int]:
-        """Returns the ranks that share a memory."""
+        """Returns the ranks that share a host memory."""
         return [rank for rank, each in enumerate(self.names) if each == name]
 
     def keeper(self, rank: int) -> int | None:
-        """Returns who keeps the replica of a rank's files: its counterpart on the next host.
+        """Returns the keeper of a rank's replica: its counterpart on the next host.
 
-        With one host it is the next rank: that helps against a damaged file, not a lost host.
-        A rank alone has none.
+        With one host, it is the next rank, which protects against a damaged file but not against a
+        lost host. A single rank has no keeper.
         """
         if len(self.names) == 1:
             return None
@@ -41,11 +41,11 @@ class Hosts:
 
 
 def find_hosts(name: str, group: dist.ProcessGroup | None) -> Hosts:
-    """Finds out who shares a memory with whom.
+    """Determines which ranks share a host memory.
 
     Args:
-        name: What this rank's memory is called.
-        group: All ranks.
+        name: Identifier of this rank's host memory.
+        group: Process group of all ranks.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     return Hosts(rank=rank, names=tuple(from_all(name, group)))

@@ -1,4 +1,4 @@
-"""Bytes from rank to rank, in messages of bounded size."""
+"""Transfers bytes between ranks, in messages of bounded size."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ _MESSAGE_BYTES = 2**26
 
 
 class Messages:
-    """Messages under way; what two ranks send each other arrives in the order it was started in.
+    """Messages in flight; those between two ranks arrive in the order they were started in.
 
     Args:
-        group: The ranks, as a group between CPUs.
+        group: CPU process group of the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -21,15 +21,15 @@ class Messages:
         self._under_way: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, content: Tensor, rank: int) -> None:
-        """Starts to send bytes, which must not change before the end."""
+        """Starts to send bytes, which must not change until `wait` returns."""
         self._start(content, lambda part: dist.isend(part, group=self._group, group_dst=rank))
 
     def receive(self, room: Tensor, rank: int) -> None:
-        """Starts to receive as many bytes as there is room for."""
+        """Starts to receive as many bytes as `room` holds."""
         self._start(room, lambda part: dist.irecv(part, group=self._group, group_src=rank))
 
     def wait(self) -> None:
-        """Waits until all have arrived."""
+        """Waits until all messages have arrived."""
         for work, _ in self._under_way:
             if work is not None:
                 work.wait()

@@ -1,7 +1,7 @@
-"""Loading from memory: what this host does not hold comes from a rank whose host does.
+"""Loads from host memory; blocks that this host does not hold come from ranks on other hosts.
 
-Before a rank reads, it says which blocks it needs and lacks; those that hold them send it these
-blocks and nothing else. They are compared with their digests like all others when they are read.
+Before reading, each rank announces the blocks that it needs and lacks. Ranks that hold them send
+exactly these blocks. Received blocks are verified against their digests like all others.
 """
 
 import contextlib
@@ -24,34 +24,34 @@ from paceline.training.checkpoint.places.memory import MemoryPlace
 from paceline.training.checkpoint.torch_storage.reader import CheckpointReader
 
 Range = tuple[str, int, int]
-"""A file, its first byte that is meant, and the one after the last."""
+"""File name, first byte, and the byte after the last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Holders:
-    """Who has which file of a checkpoint in memory, and may be asked for it."""
+    """Ranks that can send each file of a checkpoint, because their hosts hold it in memory."""
 
     rank: int
     by_file: dict[str, list[int]]
     """Ranks by the file that their hosts hold."""
 
     def sender(self, file: str, to: int) -> int:
-        """Returns who sends a file's bytes to a rank; several share the work."""
+        """Returns the rank that sends a file's bytes to another rank; several share the work."""
         senders = self.by_file[file]
         return senders[to % len(senders)]
 
     def has(self, file: str) -> bool:
-        """Whether this rank's host holds a file."""
+        """Returns whether this rank's host holds a file."""
         return self.rank in self.by_file[file]
 
 
 class HeldFiles(LocalStorage):
-    """The files of a step that this host holds, and what others have sent of the rest.
+    """Files of a step that this host holds, and blocks of others received from other hosts.
 
     Args:
-        place: The memory of this host.
+        place: Checkpoints in this host's memory.
         step: A published step.
-        prefer_replica: Which of two copies to read.
+        prefer_replica: Whether to read the replica if there are two copies.
     """
 
     def __init__(self, place: MemoryPlace, step: int, *, prefer_replica: bool) -> None:
@@ -62,7 +62,7 @@ class HeldFiles(LocalStorage):
         self.received: dict[Range, bytes] = {}
 
     def path(self, name: str) -> pathlib.Path:
-        """Returns where the preferred copy of a file is."""
+        """Returns the path of the preferred copy of a file."""
         copies = [
             self._place.held_file(self._step, name, is_replica=is_replica)
             for is_replica in (self._prefer_replica, not self._prefer_replica)
@@ -70,19 +70,19 @@ class HeldFiles(LocalStorage):
         return next((path for path in copies if path.is_file()), super().path(name))
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Returns bytes that were received, or those of this host."""
+        """Returns bytes that were received, or reads them on this host."""
         received = self.received.get((name, start, end))
         return super().read_range(name, start, end) if received is None else received
 
 
 class HeldReader(CheckpointReader):
-    """Reads a checkpoint that is in the memory of several hosts.
+    """Reads a checkpoint that is held in the memory of several hosts.
 
     Args:
-        files: Those that this host holds.
-        manifest: Of the whole.
-        holders: Who has the others.
-        group: All ranks; None for a rank alone.
+        files: Files that this host holds.
+        manifest: Manifest of the whole checkpoint.
+        holders: Ranks that hold each file.
+        group: Process group of all ranks; None for a single rank.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class HeldReader(CheckpointReader):
         self._holders = holders
         self._group = group
         self.received_bytes = 0
-        """What came from other hosts so far."""
+        """Bytes received from other hosts so far."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan asks for, after all ranks have what their plans ask for."""
+        """Reads the items of a plan, after all ranks have exchanged the blocks that they lack."""
         self._files.received = self._receive(self._lacking(plan))
         try:
             return super().read_data(plan, planner)
@@ -109,7 +109,7 @@ class HeldReader(CheckpointReader):
             self._files.received = {}
 
     def verifies(self, number: int, file: int, rank: int, world_size: int) -> bool:
-        """Whether a rank reads what nobody needed: the first that holds the file."""
+        """Returns whether a rank verifies an item: the first rank that holds the file does."""
         return self._holders.by_file[self._manifest.files[file].name][0] == rank
 
     def _lacking(self, plan: LoadPlan) -> list[Range]:
@@ -127,7 +127,7 @@ class HeldReader(CheckpointReader):
         return list(found)
 
     def _receive(self, lacking: list[Range]) -> dict[Range, bytes]:
-        """Returns the blocks that this rank lacks, and sends others what they lack."""
+        """Returns the blocks that this rank lacks, and sends other ranks those that they lack."""
         if self._group is None:
             return {}
         messages = Messages(self._group)
@@ -145,7 +145,7 @@ class HeldReader(CheckpointReader):
         return {each: room.numpy().tobytes() for each, room in rooms.items()}
 
     def _own(self, wanted: Range) -> torch.Tensor:
-        """Returns bytes to send; where they cannot be read, others, which have the wrong digest."""
+        """Returns bytes to send; if unreadable, zeros, which fail the digest check."""
         name, start, end = wanted
         content = bytearray(end - start)
         with contextlib.suppress(OSError, TruncatedError):

@@ -1,4 +1,4 @@
-"""Each rank's files, copied into the memory of the rank that keeps its replica."""
+"""Copies each rank's files to the memory of the rank that keeps its replica."""
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,16 @@ from paceline.training.checkpoint.places.memory import MemoryPlace
 def send_replicas(
     place: MemoryPlace, manifest: Manifest, hosts: Hosts, group: dist.ProcessGroup | None
 ) -> None:
-    """Sends this rank's files to its keeper, and keeps those of others; all ranks call it.
+    """Sends this rank's files to its keeper, and receives those that it keeps.
 
-    A host that has no room for replicas is an error on all ranks, before anything is sent.
+    All ranks must call it. If a host has no space for replicas, all ranks raise before anything is
+    sent.
 
     Args:
-        place: The memory of this host.
-        manifest: Of an attempt that all ranks have written.
-        hosts: Who keeps whose.
-        group: All ranks; None for a rank alone.
+        place: Checkpoints in this host's memory.
+        manifest: Manifest of an attempt that all ranks have written.
+        hosts: Determines who keeps whose replica.
+        group: Process group of all ranks; None for a single rank.
     """
     if group is None:
         return
@@ -47,5 +48,5 @@ def send_replicas(
 
 
 def _mapped(path: object, num_bytes: int, *, is_written: bool) -> torch.Tensor:
-    """Returns the bytes of a file where they are: in memory, without a copy."""
+    """Returns the bytes of a file, mapped into memory without a copy."""
     return torch.from_file(str(path), shared=is_written, size=num_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Loading the newest state that the hosts of a run still hold in memory."""
+"""Loads the newest state that the hosts of a run still hold in memory."""
 
 import dataclasses
 import pathlib
@@ -18,42 +18,43 @@ from paceline.training.checkpoint.places.memory import MemoryPlace
 from paceline.training.checkpoint.restore import Restored, Source, restored_from
 
 _Save = tuple[int, str]
-"""A step and the id of the attempt that was published: two hosts may hold different ones."""
+"""Step and id of a published attempt: two hosts may hold different ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Held:
-    """What a host holds of a save."""
+    """Files of a save that a host holds."""
 
     own: frozenset[str]
-    """Files that its ranks have written, which have their full size."""
+    """Files that its ranks have written and that have their full size."""
     replicas: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FromMemory:
-    """What was found in memory."""
+    """Result of loading from memory."""
 
     restored: Restored | None
-    """None if nothing in memory can be used."""
+    """None if no state in memory is usable."""
     findings: list[Finding]
-    """Why something newer, or anything at all, could not be."""
+    """Why newer states, or all states, were not usable."""
     received_bytes: int = 0
-    """What this rank got from other hosts."""
+    """Bytes that this rank received from other hosts."""
 
 
 def load_newest_held(
     memory: MemoryCheckpointer, load: Callable[[Source], None], is_wanted: Callable[[Manifest], str]
 ) -> FromMemory:
-    """Loads the newest step of which every file is in the memory of some host.
+    """Loads the newest step whose files are all in the memory of some host.
 
-    All ranks call it, and load the same. What is damaged is loaded from its replica; only if that
-    is damaged too, the step is of no use, and the state is half filled.
+    All ranks must call it, and load the same step. Damaged files are loaded from their replicas. If
+    those are damaged too, the step is unusable, and the state is partially filled.
 
     Args:
-        memory: Of the run.
-        load: Takes what it needs from a source, on all ranks alike; called again after a failure.
-        is_wanted: Returns why a step shall not be loaded; empty if it shall.
+        memory: Memory checkpointer of the run.
+        load: Loads what it needs from a source, the same on all ranks; called again after a
+            failure.
+        is_wanted: Returns why a step must not be loaded; empty if it may be.
     """
     group = memory.group
     own = _holdings(memory.memory)
@@ -95,7 +96,7 @@ def load_newest_held(
 
 
 def _holdings(place: MemoryPlace) -> dict[_Save, tuple[_Held, Manifest]]:
-    """Returns what this host holds; what has no manifest that is intact counts for nothing."""
+    """Returns the saves that this host holds, without those that lack an intact manifest."""
     found: dict[_Save, tuple[_Held, Manifest]] = {}
     for step in place.steps():
         try:
@@ -122,7 +123,7 @@ def _size(path: pathlib.Path) -> int | None:
 
 
 def _manifest_from(holder: int, own: Manifest | None, group: dist.ProcessGroup | None) -> Manifest:
-    """Returns the manifest that one rank has, on all."""
+    """Returns the manifest of one rank on all ranks."""
     if group is None:
         assert own is not None
         return own

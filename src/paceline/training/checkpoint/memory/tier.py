@@ -1,4 +1,4 @@
-"""The memory tier of a run: saved often, loaded first, and never a reason to end the run."""
+"""In-memory checkpoints of a run: saved often and loaded first; failed saves do not end the run."""
 
 import contextlib
 import json
@@ -14,20 +14,22 @@ from paceline.training.checkpoint.memory.restore import load_newest_held
 from paceline.training.checkpoint.restore import Restored, Source
 
 _ON_DISK = "on_disk"
-"""What the first rank says of itself: the newest step on disk when it saved to memory."""
+"""Key in a rank's metadata: the newest step on disk when the rank saved to memory."""
 
 
 class MemoryTier:
-    """Keeps the newest state of a run in its hosts' memory; all ranks make one, and call it alike.
+    """Keeps the newest state of a run in host memory.
+
+    Every rank creates one and makes the same calls.
 
     Args:
-        root: A directory of a tmpfs on each host.
-        checkpoints: The run's directory of checkpoints.
+        root: A tmpfs directory on each host.
+        checkpoints: The run's checkpoint directory.
     """
 
     def __init__(self, root: str, checkpoints: str) -> None:
         self.notices: list[str] = []
-        """What the user should know of; the same on all ranks."""
+        """Messages for the user; the same on all ranks."""
         self._has_failed = False
         self._checkpointer: MemoryCheckpointer | None = None
         try:
@@ -38,13 +40,13 @@ class MemoryTier:
     def save(
         self, step: int, state: dict[str, Any], identity: Json, of_rank: Json, on_disk: int
     ) -> None:
-        """Keeps a state in memory; what fails is said once, and the next is tried.
+        """Saves a state in memory; failures are reported once, and the next save is still tried.
 
         Args:
-            step: How many steps the state has taken.
-            state: As a checkpoint has it.
-            identity: What the run says of itself.
-            of_rank: What this rank says of itself.
+            step: Number of steps that the state was trained for.
+            state: State, as in a checkpoint on disk.
+            identity: Metadata of the run.
+            of_rank: Metadata of this rank.
             on_disk: The newest step on disk.
         """
         if self._checkpointer is None:
@@ -52,17 +54,17 @@ class MemoryTier:
         try:
             self._checkpointer.wait()
             self._has_failed = False
-        except CheckpointError as error:  # Of the save before.
+        except CheckpointError as error:  # From the previous save.
             if not self._has_failed:
                 self.notices.append(f"checkpoint not saved in memory, training continues: {error}")
             self._has_failed = True
         self._checkpointer.save(step, state, identity, {**of_rank, _ON_DISK: on_disk})
 
     def load(self, load: Callable[[Source], None], on_disk: int) -> Restored | None:
-        """Loads the newest state in memory, unless there is a newer one on disk.
+        """Loads the newest state in memory, unless a newer one is on disk.
 
         Args:
-            load: Takes what it needs from a source, on all ranks alike.
+            load: Loads what it needs from a source, the same on all ranks.
             on_disk: The newest step on disk; negative if there is none.
         """
         if self._checkpointer is None:
@@ -88,21 +90,21 @@ class MemoryTier:
         return found.restored
 
     def forget(self) -> None:
-        """Gives up what is held, for a run that goes back to a state before it."""
+        """Discards all states in memory, for a run that rolls back to an earlier state."""
         if self._checkpointer is not None:
             with contextlib.suppress(CheckpointError):
                 self._checkpointer.wait()
             self._checkpointer.forget_others(None)
 
     def finish(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if self._checkpointer is not None:
             with contextlib.suppress(CheckpointError):
                 self._checkpointer.finish()
 
 
 def _is_wanted(manifest: Manifest, on_disk: int) -> str:
-    """Returns why a state in memory shall not be loaded; empty if it shall."""
+    """Returns why a state in memory must not be loaded; empty if it may be."""
     if manifest.step < on_disk:
         return f"step {on_disk} on disk is newer"
     saved_beside = json.loads(bytes(manifest.ranks[0]))[_ON_DISK]

@@ -1,7 +1,8 @@
-"""Where checkpoints live: a local directory or a prefix of an S3 bucket, behind one protocol.
+"""Checkpoint locations: a local directory or a prefix of an S3 bucket, behind one protocol.
 
-Invariant of every place: a step is complete or is not there. Who saves writes files under the name
-of the attempt, and publishes them in one atomic act; a step that is there is never written again.
+Invariant of every location: a step is either complete or absent. Ranks write files under the name
+of the attempt, and one publishes them in one atomic operation. A published step is never written
+again.
 """
 
 import os
@@ -13,52 +14,52 @@ from paceline.data.storage.s3 import S3Storage
 
 
 class Place(Protocol):
-    """Checkpoints by step, and attempts to save one."""
+    """A location for checkpoints by step, and for attempts to save them."""
 
     @property
     def url(self) -> str:
-        """The place itself, as a user would write it."""
+        """Path or URL of the location, as a user would write it."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether every rank sees what any of them has written."""
+        """Whether every rank sees the files of all ranks."""
 
     def steps(self) -> list[int]:
-        """Returns the steps that were published, the newest first."""
+        """Returns the published steps, newest first."""
 
     def storage(self, step: int) -> Storage:
         """Returns the files of a published step."""
 
     def begin(self, step: int, save_id: str) -> None:
-        """Makes room for an attempt; one process calls it, before any writes."""
+        """Prepares an attempt; one process calls it, before any process writes."""
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
         """Writes a file of an attempt, and returns its name in the published step."""
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
-        """Returns the files of an attempt that this process sees, by their names in the step."""
+        """Returns the sizes of the attempt's files that this process sees, by name in the step."""
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
-        """Makes an attempt the step; one process calls it, after all have written."""
+        """Publishes an attempt as the step; one process calls it, after all have written."""
 
     def abandon(self, step: int, save_id: str) -> None:
-        """Removes an attempt that failed."""
+        """Removes a failed attempt."""
 
     def release(self, step: int, save_id: str) -> None:
-        """Lets go of an attempt that another process publishes or abandons."""
+        """Releases an attempt that another process publishes or abandons."""
 
     def remove(self, step: int) -> None:
-        """Removes a published step; one that is half removed is not there."""
+        """Removes a published step; a partially removed step counts as absent."""
 
     def set_aside(self, step: int, save_id: str) -> None:
-        """Takes a damaged step out of the way, for somebody to look at."""
+        """Renames a damaged step, and keeps it for inspection."""
 
     def sweep(self) -> list[str]:
-        """Removes what killed savers have left behind, and returns the names."""
+        """Removes what killed processes have left behind; returns the names."""
 
 
 def open_place(place: str | os.PathLike[str]) -> Place:
-    """Returns the place at a directory or at ``s3://bucket/prefix``."""
+    """Opens the location at a directory or at ``s3://bucket/prefix``."""
     from paceline.training.checkpoint.places.bucket import BucketPlace
     from paceline.training.checkpoint.places.directory import DirectoryPlace
 

@@ -1,7 +1,7 @@
-"""Checkpoints below a prefix of an S3 bucket.
+"""Checkpoints under a prefix of an S3 bucket.
 
-Objects cannot be renamed: an attempt's files have their final names from the start, under the
-attempt's id, and the step is there once its manifest is, which is created only if there is none.
+Objects cannot be renamed, so an attempt's files have their final names from the start, under the
+attempt's id. A step exists once its manifest does, and the manifest is created only if absent.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ from paceline.training.checkpoint.places.names import parse_step, step_name
 
 
 class BucketPlace:
-    """The steps below a prefix.
+    """Checkpoints under a prefix.
 
     Args:
-        storage: The bucket and the prefix.
+        storage: Storage of the bucket and the prefix.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -25,16 +25,16 @@ class BucketPlace:
 
     @property
     def url(self) -> str:
-        """The bucket and the prefix."""
+        """URL of the bucket and the prefix."""
         return self._storage.url
 
     @property
     def is_shared(self) -> bool:
-        """Yes: there is one bucket."""
+        """True: there is one bucket."""
         return True
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a manifest, the newest first."""
+        """Returns the steps that have a manifest, newest first."""
         return sorted(_published(self._storage.sizes()), reverse=True)
 
     def storage(self, step: int) -> Storage:
@@ -42,7 +42,7 @@ class BucketPlace:
         return S3Storage(f"{self.url}/{step_name(step)}")
 
     def begin(self, step: int, save_id: str) -> None:
-        """Refuses a step that is there."""
+        """Raises if the step already exists."""
         if step in self.steps():
             raise CheckpointError(
                 f"{self.url}/{step_name(step)} already exists, and checkpoints are never "
@@ -50,7 +50,7 @@ class BucketPlace:
             )
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        """Uploads an object, which is in memory as a whole while it is."""
+        """Uploads an object, which is held in memory as a whole."""
         own_name = f"{save_id}/{name}"
         content = bytearray()
         for part in parts:
@@ -59,12 +59,12 @@ class BucketPlace:
         return own_name
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
-        """Returns the objects of an attempt."""
+        """Returns the sizes of an attempt's objects."""
         found = self._storage.sizes(f"{step_name(step)}/{save_id}")
         return {name.removeprefix(f"{step_name(step)}/"): size for name, size in found.items()}
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
-        """Creates the manifest, unless somebody else has."""
+        """Creates the manifest; raises if there already is one."""
         if not self._storage.create(f"{step_name(step)}/{MANIFEST}", manifest):
             raise CheckpointError(
                 f"{self.url}/{step_name(step)}/{MANIFEST}: another run has saved this step here; "
@@ -86,15 +86,15 @@ class BucketPlace:
             self._storage.delete(name)
 
     def set_aside(self, step: int, save_id: str) -> None:
-        """Gives the manifest of a damaged step another name."""
+        """Renames the manifest of a damaged step."""
         name = f"{step_name(step)}/{MANIFEST}"
         self._storage.write(f"{name}.damaged-{save_id}", self._storage.read(name))
         self._storage.delete(name)
 
     def sweep(self) -> list[str]:
-        """Removes attempts that came to nothing, at steps up to the newest one.
+        """Removes unpublished attempts at steps up to the newest one.
 
-        A run saves its steps in order: no attempt at an older one is still in progress.
+        A run saves its steps in order, so no attempt at an older step is still in progress.
         """
         sizes = self._storage.sizes()
         newest = max(_published(sizes), default=-1)
@@ -120,7 +120,7 @@ class BucketPlace:
             if name.endswith(MANIFEST)
         }
         if len(kept) < len(manifests):
-            return []  # One was set aside as damaged; which files are its own, nobody can say.
+            return []  # One was set aside as damaged, and its files cannot be identified.
         return [name for name in names if name not in manifests and name.split("/")[1] not in kept]
 
 

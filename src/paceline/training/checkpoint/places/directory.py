@@ -1,8 +1,8 @@
-"""Checkpoints below a local directory.
+"""Checkpoints in a local directory.
 
-An attempt is written to ``step-00000200.tmp-ID``, each file synchronised with the disk, and takes
-its final name when its manifest is there. Whoever takes part holds a shared lock on the attempt,
-which ends with its process: what nobody holds was left behind, and may be swept away.
+An attempt is written to ``step-00000200.tmp-ID``, with an fsync per file, and gets its final name
+once its manifest is written. Every process that takes part holds a shared lock on the attempt,
+which ends with the process. An attempt that no process locks was left behind, and may be removed.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _SET_ASIDE = ".damaged-"
 
 
 class DirectoryPlace:
-    """The steps below a directory, which is made with the first of them.
+    """Checkpoints in a directory, which is created with the first of them.
 
     Args:
-        directory: Where the steps are.
+        directory: Directory of the steps.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -44,11 +44,11 @@ class DirectoryPlace:
 
     @property
     def is_shared(self) -> bool:
-        """Yes: all ranks are to be given the same directory."""
+        """True: all ranks must use the same directory."""
         return True
 
     def steps(self) -> list[int]:
-        """Returns the steps that were published, the newest first."""
+        """Returns the published steps, newest first."""
         with _list_errors(self.directory):
             if not self.directory.is_dir():
                 return []
@@ -60,7 +60,7 @@ class DirectoryPlace:
         return LocalStorage(self._published(step))
 
     def begin(self, step: int, save_id: str) -> None:
-        """Makes the directory of an attempt."""
+        """Creates the directory of an attempt."""
         path = self._attempt(step, save_id)
         with _write_errors(path):
             if self._published(step).exists():
@@ -72,7 +72,7 @@ class DirectoryPlace:
             self._lock(path)
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        """Writes a file of an attempt, to the disk itself."""
+        """Writes a file of an attempt, and syncs it to disk."""
         attempt = self._attempt(step, save_id)
         with _write_errors(attempt / name):
             self._lock(attempt)
@@ -80,13 +80,13 @@ class DirectoryPlace:
         return name
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
-        """Returns the files of an attempt."""
+        """Returns the sizes of an attempt's files."""
         attempt = self._attempt(step, save_id)
         with _write_errors(attempt):
             return LocalStorage(attempt).sizes()
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
-        """Writes the manifest, and gives the attempt its name."""
+        """Writes the manifest, and renames the attempt to its final name."""
         attempt = self._attempt(step, save_id)
         with _write_errors(attempt / MANIFEST):
             _write_synchronised(attempt / MANIFEST, [manifest])
@@ -97,17 +97,17 @@ class DirectoryPlace:
         self._unlock(attempt)
 
     def abandon(self, step: int, save_id: str) -> None:
-        """Removes an attempt that failed, as far as that is possible."""
+        """Removes a failed attempt, as far as possible."""
         attempt = self._attempt(step, save_id)
         self._unlock(attempt)
         shutil.rmtree(attempt, ignore_errors=True)
 
     def release(self, step: int, save_id: str) -> None:
-        """Lets go of an attempt, which another process has published or will remove."""
+        """Releases an attempt, which another process has published or will remove."""
         self._unlock(self._attempt(step, save_id))
 
     def remove(self, step: int) -> None:
-        """Removes a step: first its name, so that what is half removed is no step."""
+        """Removes a step; renames it first, so that a partially removed step does not count."""
         path = self._published(step)
         doomed = path.with_name(f"{path.name}{_UNFINISHED}{os.urandom(4).hex()}")
         try:
@@ -117,7 +117,7 @@ class DirectoryPlace:
             raise cannot_move(path, error) from error
 
     def set_aside(self, step: int, save_id: str) -> None:
-        """Gives a damaged step another name."""
+        """Renames a damaged step."""
         path = self._published(step)
         try:
             path.rename(path.with_name(f"{path.name}{_SET_ASIDE}{save_id}"))
@@ -125,7 +125,7 @@ class DirectoryPlace:
             raise cannot_move(path, error) from error
 
     def sweep(self) -> list[str]:
-        """Removes the attempts that no process holds."""
+        """Removes the attempts that no process locks."""
         swept = []
         with _list_errors(self.directory):
             for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
@@ -173,7 +173,7 @@ def _list_errors(path: pathlib.Path) -> Iterator[None]:
 
 
 def _write_synchronised(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None:
-    # Unbuffered: what is written is the memory whose digest was taken.
+    # Unbuffered, so that exactly the memory whose digest was taken is written.
     with path.open("xb", buffering=0) as file:
         for part in parts:
             rest = memoryview(part)
@@ -191,7 +191,7 @@ def _synchronise(directory: pathlib.Path) -> None:
 
 
 def _is_left_behind(path: pathlib.Path) -> bool:
-    """Whether no process holds a lock on an attempt."""
+    """Returns whether no process holds a lock on an attempt."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

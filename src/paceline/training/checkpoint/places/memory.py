@@ -1,8 +1,8 @@
-"""Checkpoints in the memory of a host: files of a tmpfs, which outlive the process that wrote them.
+"""Checkpoints in host memory: files on a tmpfs, which outlive the process that wrote them.
 
 A run has one directory per host, private to its user and named after the run. Every rank writes its
-own files there, and replicas of files that a rank of another host has sent; each host publishes its
-part by a rename, once all ranks are known to have written theirs.
+own files there, and replicas of the files that a rank of another host sends. Each host publishes
+its part with a rename, once all ranks have written theirs.
 """
 
 import contextlib
@@ -24,22 +24,24 @@ _OWNER = "owner.json"
 _HOST = "host"
 _REPLICAS = "replicas"
 _STALE_S = 24 * 3600.0
-"""Seconds without a save after which what no process holds is nobody's any more."""
+"""Seconds without a save after which a directory that no process locks is stale."""
 
 
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose memory it is."""
+    """The run that owns a directory."""
 
     token_file: str
-    """The file of the run that has the token."""
+    """Path of the run's token file."""
     token: str
 
 
 def run_token(path: pathlib.Path) -> str:
-    """Returns what tells this run from another that had its directory before; made if need be.
+    """Returns the token that distinguishes this run from earlier runs in the same directory.
+
+    Creates the token if there is none.
 
     Args:
-        path: The token's file, which goes when the run's checkpoints are removed.
+        path: The token's file, which is removed with the run's checkpoints.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +54,9 @@ class MemoryPlace(DirectoryPlace):
     """A run's checkpoints in the memory of this host.
 
     Args:
-        root: A directory of a tmpfs, such as /dev/shm.
-        token_file: The absolute path of the run's token.
-        token: What it holds.
+        root: A tmpfs directory, such as /dev/shm.
+        token_file: Absolute path of the run's token file.
+        token: Content of that file.
     """
 
     def __init__(self, root: str | os.PathLike[str], token_file: str, token: str) -> None:
@@ -69,19 +71,19 @@ class MemoryPlace(DirectoryPlace):
             self._held: int | None = _hold(self.directory)
             (self.directory / _OWNER).write_bytes(content)
             self.host = _read_or_create(self.directory / _HOST)
-            """The same for all ranks that share this memory, and for no other."""
+            """Identifier that only the ranks that share this memory have."""
         except OSError as error:
             raise cannot_write(self.directory, error) from error
         self.manifest = b""
-        """Of the newest save, on the first rank."""
+        """Manifest of the newest save, on the first rank."""
 
     @property
     def is_shared(self) -> bool:
-        """No: a rank sees what is in its own host's memory."""
+        """False: a rank sees only its own host's memory."""
         return False
 
     def begin(self, step: int, save_id: str) -> None:
-        """Does nothing: every host makes room for itself."""
+        """Does nothing: every host creates its own directories."""
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
         """Writes a file of this rank."""
@@ -93,18 +95,18 @@ class MemoryPlace(DirectoryPlace):
         self.manifest = manifest
 
     def publish_here(self, step: int, save_id: str, manifest: bytes) -> None:
-        """Publishes the part of this host; one of its ranks calls it."""
+        """Publishes this host's part; one rank per host calls it."""
         self._make(self._attempt(step, save_id))
         super().publish(step, save_id, manifest)
 
     def own_file(self, step: int, save_id: str, name: str) -> pathlib.Path:
-        """Returns where a file is that this rank has written."""
+        """Returns the path of a file that this rank has written."""
         return self._attempt(step, save_id) / name
 
     def reserve(self, step: int, save_id: str, name: str, num_bytes: int) -> pathlib.Path:
-        """Makes room for a replica, and returns where; raises if there is none.
+        """Allocates space for a replica, and returns its path; raises if there is not enough.
 
-        Without it, a full tmpfs would kill the process at the first byte that has no page.
+        Otherwise, a full tmpfs would kill the process at the first write to a page without memory.
         """
         path = self._attempt(step, save_id) / _REPLICAS / name
         self._make(path.parent)
@@ -116,22 +118,22 @@ class MemoryPlace(DirectoryPlace):
         return path
 
     def held_file(self, step: int, name: str, *, is_replica: bool) -> pathlib.Path:
-        """Returns where a file of a published step, or its replica, is if this host holds it."""
+        """Returns the path at which this host would hold a published file or its replica."""
         published = self._published(step)
         return (published / _REPLICAS if is_replica else published) / name
 
     def remove_others(self, step: int | None) -> None:
-        """Removes all steps but one, or all; one rank of the host calls it."""
+        """Removes all steps but `step`, or all if it is None; one rank per host calls it."""
         for other in self.steps():
             if other != step:
                 self.remove(other)
 
     def remove_all(self) -> None:
-        """Gives the memory back; one rank of the host calls it, after the others have let go."""
+        """Frees the memory; one rank per host calls it, after the others have released it."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets go of the directory: from now on it may be found stale."""
+        """Unlocks the directory, which may count as stale from now on."""
         if self._held is not None:
             os.close(self._held)
             self._held = None
@@ -144,7 +146,7 @@ class MemoryPlace(DirectoryPlace):
 
 
 def _read_or_create(path: pathlib.Path) -> str:
-    """Returns a file's random content, which whoever comes first has drawn."""
+    """Returns a file's random content, which the first process draws."""
     drawn = os.urandom(16).hex()
     unfinished = path.with_name(f".{path.name}-{drawn}")
     if not path.exists():
@@ -156,7 +158,7 @@ def _read_or_create(path: pathlib.Path) -> str:
 
 
 def _require_private(directory: pathlib.Path) -> None:
-    """Raises if others could have put something into it: anyone may write to /dev/shm."""
+    """Raises if other users could have written to it: anyone may write to /dev/shm."""
     found = directory.lstat()
     is_own = directory.is_dir() and not directory.is_symlink() and found.st_uid == os.geteuid()
     if not is_own or found.st_mode & 0o077:
@@ -174,7 +176,7 @@ def _hold(directory: pathlib.Path) -> int:
 
 
 def _sweep_stale(root: pathlib.Path, own: pathlib.Path) -> None:
-    """Removes what runs have left behind that are gone, or have saved nothing for a day."""
+    """Removes the directories of runs that are gone, or have saved nothing for a day."""
     for path in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path != own and path.lstat().st_uid == os.geteuid() and _is_stale(path):
@@ -190,6 +192,6 @@ def _is_stale(path: pathlib.Path) -> bool:
         is_gone = not token_file.exists() or token_file.read_text("ascii") != owner.token
         return is_gone or time.time() - path.stat().st_mtime > _STALE_S
     except (OSError, msgspec.MsgspecError):
-        return False  # Somebody holds it, or it is not one of ours.
+        return False  # A process holds it, or it is not ours.
     finally:
         os.close(descriptor)

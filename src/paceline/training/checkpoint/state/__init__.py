@@ -1,1 +1,1 @@
-"""What a checkpoint holds of a training run, the same for every strategy and world size."""
+"""State of a training run in a checkpoint, the same for every strategy and world size."""

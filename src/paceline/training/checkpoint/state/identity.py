@@ -1,4 +1,4 @@
-"""What a run says of itself in its checkpoints, so that one of them suffices to know its model."""
+"""Metadata of a run in its checkpoints, sufficient to identify its model."""
 
 import dataclasses
 from typing import Any
@@ -13,23 +13,23 @@ from paceline.training.checkpoint.format.manifest import Json
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, and where its training is."""
+    """A model, and the position of its training."""
 
     shape: ModelShape | None = None
-    """Of a `TransformerLM`."""
+    """Shape of a `TransformerLM`."""
     hugging_face: dict[str, Any] | None = None
-    """config.json of a Hugging Face model that is trained as it is."""
+    """config.json of a Hugging Face model that is trained as is."""
     end_of_document: int | None = None
-    """The token that ends a text, where it is known."""
+    """Token that ends a document, if known."""
     data: Json = None
-    """Position in the data; None if the weights were imported, and nothing was trained yet."""
+    """Position in the data; None for imported weights that were not trained yet."""
 
     @property
     def model(self) -> dict[str, Any]:
-        """All that tells the model from another, by name; derived numbers are written out."""
+        """Everything that distinguishes the model from others, by name, with derived values."""
         if self.shape is None:
             config = dict(self.hugging_face or {})
-            config.pop("transformers_version", None)  # Of who wrote it, not of the model.
+            config.pop("transformers_version", None)  # Identifies the writer, not the model.
             return config
         return dataclasses.asdict(
             dataclasses.replace(
@@ -38,10 +38,10 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def difference(self, other: "RunIdentity") -> str:
-        """Says by name what another model has otherwise; empty if nothing.
+        """Returns the differences from another model, by name; empty if there are none.
 
         Args:
-            other: What this one, which was saved, is compared with.
+            other: Identity to compare this saved one with.
         """
         saved, own = self.model, other.model
         if (self.shape is None) != (other.shape is None):
@@ -60,7 +60,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identity_of(checkpoint: Checkpoint) -> RunIdentity:
-    """Returns what the run that saved a checkpoint has said of itself."""
+    """Returns the identity of the run that saved a checkpoint."""
     try:
         identity = msgspec.json.decode(checkpoint.manifest.identity, type=RunIdentity)
     except UNDECODABLE as error:

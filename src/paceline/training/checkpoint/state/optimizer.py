@@ -1,9 +1,9 @@
-"""Any optimizer's state in the one form that every optimizer loads.
+"""Saves and loads optimizer state in one format for all optimizers.
 
-State with one number per element of a parameter is saved flat, under the parameter's name. Whoever
-holds a part of it holds a range: all of it beside a replicated parameter, rows of it beside a
-DTensor, any elements of it in a `ShardedOptimizer`, whose form this is. Where tensor ranks
-split the rows of a matrix, they exchange state until each has whole rows.
+State with one number per element of a parameter is saved flat, under the parameter's name. Each
+rank holds a range of it: all of it for a replicated parameter, rows of it for a DTensor, and any
+elements of it in a `ShardedOptimizer`, which defines this format. Where tensor-parallel ranks split
+the rows of a matrix, they exchange state until each has whole rows.
 """
 
 import math
@@ -39,12 +39,12 @@ from paceline.training.checkpoint.torch_storage.planners import JsonLoadPlanner
 def optimizer_state(
     optimizer: Optimizer, model: nn.Module, stages: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Returns what this rank has to save of an optimizer.
+    """Returns the state of an optimizer that this rank saves.
 
     Args:
-        optimizer: Of torch, or a `ShardedOptimizer`.
-        model: What its parameters belong to; state goes by the names that it gives them.
-        stages: The ranks that have the other parameters, where a pipeline divides them.
+        optimizer: An optimizer of torch, or a `ShardedOptimizer`.
+        model: Model of its parameters, whose names identify the state.
+        stages: Process group of the ranks with the other parameters, if a pipeline splits them.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.checkpoint_state(model)
@@ -65,16 +65,16 @@ def load_optimizer_state(
     prefix: str,
     stages: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gives an optimizer its state from a checkpoint, whichever optimizer has saved it.
+    """Loads an optimizer's state from a checkpoint, regardless of which optimizer saved it.
 
-    All ranks call it.
+    All ranks must call it.
 
     Args:
-        optimizer: Of torch, or a `ShardedOptimizer`.
-        model: What its parameters belong to.
+        optimizer: An optimizer of torch, or a `ShardedOptimizer`.
+        model: Model of its parameters.
         source: The checkpoint.
-        prefix: Under which name the optimizer was saved.
-        stages: The ranks that have the other parameters, where a pipeline divides them.
+        prefix: Name under which the optimizer was saved.
+        stages: Process group of the ranks with the other parameters, if a pipeline splits them.
     """
     what = f"loading {source.checkpoint.storage.url}"
     try:
@@ -105,7 +105,7 @@ def _load_whole(
         values[parameter] = {}
         for key, full_name in keys[name].items():
             if key == MASTER:
-                continue  # A more precise copy of the parameter, which this optimizer has not.
+                continue  # Higher-precision copy of the parameter, which this optimizer lacks.
             value, room = _room_for(parameter, key, saved[full_name])
             values[parameter][key], wanted[full_name] = value, room
     planner = JsonLoadPlanner()
@@ -118,13 +118,13 @@ def _load_whole(
         for number, (parameter, name) in enumerate(names.items())
         if values[parameter]
     }
-    # torch moves it to the parameters' device and dtype, as it would any state.
+    # torch moves it to the parameters' device and dtype, like any state.
     own_groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": own_groups})
 
 
 def _saved(parameter: nn.Parameter, name: str, key: str, value: Any) -> Any:
-    """Returns an entry of a parameter's state as the checkpoint holds it."""
+    """Returns an entry of a parameter's state in the format of the checkpoint."""
     if not isinstance(value, Tensor):
         return value
     if key == STEP or value.shape != parameter.shape:
@@ -143,9 +143,9 @@ def _saved(parameter: nn.Parameter, name: str, key: str, value: Any) -> Any:
 
 
 def _room_for(parameter: nn.Parameter, key: str, saved: Any) -> tuple[Any, Any]:
-    """Returns a parameter's state of a key, and what an entry of the checkpoint is read into.
+    """Returns a parameter's state for a key, and the buffer to read the saved entry into.
 
-    The state is None where it is whatever is read.
+    Both are None if the entry is not a tensor: then its value is used as read.
     """
     if not isinstance(saved, TensorStorageMetadata):
         return None, None
@@ -177,24 +177,24 @@ def _room_for(parameter: nn.Parameter, key: str, saved: Any) -> tuple[Any, Any]:
 
 
 def _has_columns(tensor: DTensor) -> bool:
-    """Whether ranks have parts of rows, as of matrices that tensor parallelism splits by them."""
+    """Returns whether ranks have parts of rows, as in matrices that are split by columns."""
     return any(getattr(each, "dim", 0) != 0 for each in tensor.placements)
 
 
 def _rows(tensor: DTensor) -> list[Placement]:
-    """Returns how to have whole rows instead: a flat piece of a matrix is one range."""
+    """Returns placements with whole rows instead: a flat piece of a matrix is one range."""
     return [each if each.is_replicate() else Shard(0) for each in tensor.placements]
 
 
 def _placed(value: Any, parameter: nn.Parameter) -> Any:
-    """Returns state that was read by rows as its parameter is split."""
+    """Returns state that was read by rows, redistributed like its parameter."""
     if isinstance(value, DTensor) and isinstance(parameter, DTensor):
         return value.redistribute(placements=parameter.placements)
     return value
 
 
 def _range(parameter: Tensor, name: str) -> tuple[int, int]:
-    """Returns where this rank's elements begin in a flat parameter, and how many there are."""
+    """Returns the start of this rank's elements in the flat parameter, and its total size."""
     if not isinstance(parameter, DTensor):
         return 0, num_reals(parameter)
     (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def _range(parameter: Tensor, name: str) -> tuple[int, int]:
 
 
 def _require_supported(optimizer: Optimizer) -> None:
-    # By name: importing it would be a sixth of all that a rank imports.
+    # By name: importing the class would be a sixth of everything that a rank imports.
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
         raise CheckpointError(
             "torch's ZeroRedundancyOptimizer keeps its state where a checkpoint cannot reach it; "

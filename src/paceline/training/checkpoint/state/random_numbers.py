@@ -1,4 +1,4 @@
-"""The state of this rank's random numbers, as JSON."""
+"""Random state of this rank, as JSON."""
 
 import base64
 import random
@@ -33,10 +33,10 @@ def capture_random_state() -> Json:
 
 
 def restore_random_state(state: Json) -> None:
-    """Puts the generators back to where they were.
+    """Restores the state of every generator.
 
     Args:
-        state: Of `capture_random_state`.
+        state: Result of `capture_random_state`.
     """
     torch.set_rng_state(_tensor(state["torch"]))
     version, words, gauss = state["python"]

@@ -1,4 +1,4 @@
-"""A model and its optimizers as the state of a checkpoint, whatever strategy trains them."""
+"""Checkpoint state of a model and its optimizers, independent of the strategy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,19 +12,19 @@ from paceline.training.checkpoint.restore import Source
 from paceline.training.checkpoint.state.optimizer import load_optimizer_state, optimizer_state
 
 MODEL = "model"
-"""Under which name a checkpoint holds the tensors of the model."""
+"""Key of the model's tensors in a checkpoint."""
 _OPTIMIZER = "optimizer"
 
 
 def training_state(
     model: nn.Module, optimizers: Mapping[str, Optimizer], stages: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Returns what this rank has to save; all ranks call it.
+    """Returns the state that this rank saves; all ranks must call it.
 
     Args:
         model: Plain, or wrapped by any strategy.
-        optimizers: By the names that they are to have in the checkpoint.
-        stages: The ranks that have the other parameters, where a pipeline divides them.
+        optimizers: Optimizers by their names in the checkpoint.
+        stages: Process group of the ranks with the other parameters, if a pipeline splits them.
     """
     return {
         MODEL: get_model_state_dict(model),
@@ -41,13 +41,13 @@ def load_training_state(
     optimizers: Mapping[str, Optimizer],
     stages: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gives a model and its optimizers the values of a checkpoint; all ranks call it.
+    """Loads a model and its optimizers from a checkpoint; all ranks must call it.
 
     Args:
-        source: Whatever world size and strategy has saved it.
+        source: The checkpoint, saved with any world size and strategy.
         model: Plain, or wrapped by any strategy.
-        optimizers: By the names that they have in the checkpoint.
-        stages: The ranks that have the other parameters, where a pipeline divides them.
+        optimizers: Optimizers by their names in the checkpoint.
+        stages: Process group of the ranks with the other parameters, if a pipeline splits them.
     """
     state = {MODEL: get_model_state_dict(model)}
     source.load(state)

@@ -1,1 +1,1 @@
-"""A storage for torch.distributed.checkpoint: its planners share out what is written and read."""
+"""Storage backend for torch.distributed.checkpoint, whose planners divide writes and reads."""

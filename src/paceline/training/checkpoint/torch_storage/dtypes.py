@@ -1,4 +1,4 @@
-"""The names that safetensors gives to torch's dtypes."""
+"""Safetensors names of torch's dtypes."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
-    """Returns what a dtype is called in the file.
+    """Returns the safetensors name of a dtype.
 
     Args:
-        dtype: Of a tensor.
-        tensor_name: The tensor's, for the error.
+        dtype: dtype of a tensor.
+        tensor_name: Name of the tensor, for the error.
     """
     if dtype not in _NAMES:
         raise CheckpointError(
@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype of a name."""
+    """Returns the dtype with a safetensors name."""
     return _DTYPES[name]
 
 

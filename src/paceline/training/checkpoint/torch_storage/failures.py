@@ -1,7 +1,7 @@
-"""torch's failures of checkpoints as errors of ours, the same on all ranks.
+"""Translates torch's checkpoint failures into Paceline's errors, the same on all ranks.
 
-torch gathers what failed on each rank, and raises it on all of them as a `CheckpointException`,
-which is no `Exception`: who does not catch it by name does not catch it.
+torch gathers the failures of all ranks, and raises them on every rank as a `CheckpointException`.
+That is not an `Exception`, so ``except Exception`` does not catch it.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from paceline.training.checkpoint.errors import CheckpointError, DamagedCheckpoi
 
 @contextlib.contextmanager
 def named_failures(what: str) -> Iterator[None]:
-    """Raises a `CheckpointError` for what failed inside on any rank.
+    """Raises a `CheckpointError` for anything that failed inside on any rank.
 
     Args:
-        what: What is being done with which checkpoint.
+        what: The operation and its checkpoint.
     """
     try:
         if dist.is_initialized():
             yield
         else:
             with warnings.catch_warnings():
-                # Without ranks, torch warns that it assumes what is meant.
+                # Without a process group, torch warns that it assumes a single process.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 yield
     except CheckpointException as error:
@@ -36,7 +36,7 @@ def named_failures(what: str) -> Iterator[None]:
 
 def _translate(what: str, error: CheckpointException) -> CheckpointError:
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    # Damage comes last: what else went wrong would go wrong with an older checkpoint, too.
+    # Damage comes last: other failures would also occur with an older checkpoint.
     for kind in (CheckpointError, DamagedCheckpointError):
         for rank, failure in failures.items():
             if type(failure) is kind:

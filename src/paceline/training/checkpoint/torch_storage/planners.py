@@ -1,4 +1,4 @@
-"""torch's planners, with JSON in place of pickle for what is no tensor."""
+"""torch's planners, with JSON instead of pickle for values that are not tensors."""
 
 import io
 import json
@@ -12,10 +12,10 @@ from paceline.training.checkpoint.errors import CheckpointError
 
 
 class JsonSavePlanner(DefaultSavePlanner):
-    """Plans as torch does; values are written as JSON, and refused by name if they cannot be."""
+    """Plans like torch; writes values as JSON, and rejects by name those that JSON cannot hold."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
-        """Returns a tensor as it is, and any other value as its JSON."""
+        """Returns a tensor unchanged, and any other value as JSON."""
         if write_item.type is not WriteItemType.BYTE_IO:
             tensor: torch.Tensor = object
             return tensor
@@ -23,10 +23,10 @@ class JsonSavePlanner(DefaultSavePlanner):
 
 
 class JsonLoadPlanner(DefaultLoadPlanner):
-    """Plans as torch does; values are read from JSON."""
+    """Plans like torch; reads values from JSON."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Puts a value in its place in the state."""
+        """Stores a value in the state."""
         place: Any = self.original_state_dict
         *parents, last = self.mappings[read_item.dest_index.fqn]
         for key in parents:
@@ -35,11 +35,11 @@ class JsonLoadPlanner(DefaultLoadPlanner):
 
 
 def encode_json(value: Any, name: str) -> bytes:
-    """Returns a value as JSON from which it comes back equal.
+    """Returns a value as JSON; raises unless decoding it gives an equal value.
 
     Args:
-        value: Anything.
-        name: What it is called, for the error.
+        value: Any value.
+        name: Name of the value, for the error.
     """
     try:
         text = json.dumps(value, allow_nan=False)

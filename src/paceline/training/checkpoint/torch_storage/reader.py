@@ -1,8 +1,8 @@
-"""Loading: what torch.distributed.checkpoint asks of a storage, verified while it is read.
+"""Loading: the storage reader for torch.distributed.checkpoint, which verifies what it reads.
 
-A rank reads the blocks that hold what it needs, and hands on nothing whose digest is wrong. Blocks
-that no rank needed are shared out and read as well by `verify_rest`: a checkpoint that is half
-right is wrong.
+A rank reads the blocks that contain what it needs, and rejects any block with a wrong digest.
+`verify_rest` also reads the blocks that no rank needed, divided over the ranks: a partially intact
+checkpoint is damaged.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from paceline.training.checkpoint.torch_storage.dtypes import dtype_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """A chunk, and the place of its first block among all blocks of the checkpoint."""
+    """A chunk, and the index of its first block among all blocks of the checkpoint."""
 
     name: str
     chunk: ChunkEntry
@@ -44,10 +44,10 @@ class _Stored:
 
 
 class CheckpointReader(StorageReader):
-    """Reads one checkpoint, as often as it is asked to.
+    """Reads one checkpoint, any number of times.
 
     Args:
-        checkpoint: One whose manifest is intact.
+        checkpoint: A checkpoint with an intact manifest.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -66,7 +66,7 @@ class CheckpointReader(StorageReader):
         """Does nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Returns what the planner needs to know."""
+        """Returns the metadata that the planner needs."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=dtype_of(tensor.dtype)),
@@ -84,18 +84,18 @@ class CheckpointReader(StorageReader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any) -> None:
-        """Does nothing: the manifest was read before."""
+        """Does nothing: the manifest is already read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
+        """Returns the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan asks for."""
+        """Reads the items of a plan."""
         for item in sorted(plan.items, key=self._position):
             if item.type is LoadItemType.BYTE_IO:
                 text = bytes(self._manifest.values[item.storage_index.fqn])
@@ -110,14 +110,14 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Says no: torch does not choose this reader by a path."""
+        """Returns False: torch does not choose this reader by a path."""
         return False
 
     def verify_rest(self, group: dist.ProcessGroup | None = None) -> None:
-        """Reads what nobody has read, a part on each rank; raises on all if any of it is damaged.
+        """Verifies what no rank has read, divided over the ranks; raises on all if any is damaged.
 
         Args:
-            group: The ranks that have loaded from this checkpoint, all of which call it.
+            group: Process group of the ranks that loaded from this checkpoint; all must call it.
         """
         is_distributed = dist.is_initialized()
         rank = dist.get_rank(group) if is_distributed else 0
@@ -149,23 +149,23 @@ class CheckpointReader(StorageReader):
             raise DamagedCheckpointError(found)
 
     def verifies(self, number: int, file: int, rank: int, world_size: int) -> bool:
-        """Whether a rank is the one that reads something which nobody needed.
+        """Returns whether a rank verifies an item that no rank needed.
 
         Args:
-            number: Of the thing, among all of its kind.
-            file: Of the file that it is in.
-            rank: Of those that load.
-            world_size: How many load.
+            number: Index of the item among all of its kind.
+            file: Index of the file that contains the item.
+            rank: Rank among those that load.
+            world_size: Number of ranks that load.
         """
         return number % world_size == rank
 
     def _position(self, item: ReadItem) -> tuple[int, int]:
-        """Returns where an item is, so that files are read front to back."""
+        """Returns the location of an item, so that files are read front to back."""
         stored = self._stored.get(item.storage_index)
         return (-1, 0) if stored is None else (stored.chunk.file, stored.chunk.start)
 
     def _blocks(self, item: ReadItem) -> tuple[int, range]:
-        """Returns the first byte of an item in its chunk, and the blocks that it lies in."""
+        """Returns the first byte of an item in its chunk, and the blocks that contain the item."""
         stored = self._stored[item.storage_index]
         chunk = stored.chunk
         row_bytes = (
@@ -177,7 +177,7 @@ class CheckpointReader(StorageReader):
         return start, range(start // size, -(-end // size))
 
     def _read(self, item: ReadItem) -> Tensor:
-        """Returns the elements that an item asks for."""
+        """Returns the elements that an item requests."""
         stored = self._stored[item.storage_index]
         chunk = stored.chunk
         dtype = self._manifest.tensors[stored.name].dtype

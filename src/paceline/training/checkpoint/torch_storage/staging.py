@@ -1,7 +1,7 @@
-"""What a rank is about to write, copied to host memory, so that training goes on meanwhile.
+"""Copies a rank's part of a checkpoint to host memory, so that training continues during the write.
 
-The copies live on from save to save: their memory is asked for once, and on CUDA it is pinned, so
-that the device copies without the host.
+The buffers are allocated once and reused by every save. On CUDA they are pinned, so that the device
+copies without the host.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 
 class HostBuffers:
-    """Memory for this rank's part of a checkpoint, by tensor and chunk."""
+    """Host memory for this rank's part of a checkpoint, by tensor and chunk."""
 
     def __init__(self) -> None:
         self._kept: dict[MetadataIndex, Tensor] = {}
 
     def copy(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Returns contiguous copies of tensors; those of the save before are overwritten."""
+        """Returns contiguous copies of tensors; overwrites those of the previous save."""
         copies: dict[MetadataIndex, Tensor] = {}
         devices: set[torch.device] = set()
         for index, tensor in tensors.items():

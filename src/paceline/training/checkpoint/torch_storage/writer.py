@@ -1,9 +1,9 @@
-"""Saving: what torch.distributed.checkpoint asks of a storage, with digests taken on the way.
+"""Saving: the storage writer for torch.distributed.checkpoint, which takes digests as it writes.
 
 Phases, as torch calls them: every rank plans what it has (`prepare_local_plan`), the first rank
-shares the writing out and begins the attempt (`prepare_global_plan`), every rank writes its own
-files (`write_data`), the first rank publishes them with their manifest (`finish`). What ranks tell
-the first one are names, places and digests of what they have written; nobody else learns of them.
+divides the writes and begins the attempt (`prepare_global_plan`), every rank writes its own files
+(`write_data`), the first rank publishes them with their manifest (`finish`). Ranks send the names,
+locations and digests of what they have written to the first rank only.
 """
 
 import dataclasses
@@ -48,21 +48,21 @@ DEFAULT_FILE_BYTES = 2**29
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What is to be saved besides the state, and how."""
+    """What to save in addition to the state, and how."""
 
     place: Place
     step: int
     identity: bytes
-    """What the run says of itself, as JSON; the first rank's counts."""
+    """Metadata of the run as JSON; the first rank's is used."""
     of_rank: bytes
-    """What this rank says of itself, as JSON."""
+    """Metadata of this rank as JSON."""
     max_file_bytes: int = DEFAULT_FILE_BYTES
     block_bytes: int = DEFAULT_BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Assignment:
-    """What the first rank tells each."""
+    """Message from the first rank to each rank."""
 
     rank: int
     save_id: str
@@ -70,7 +70,7 @@ class _Assignment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Written:
-    """What a rank tells the first one about an item."""
+    """Message from a rank to the first rank about an item."""
 
     file: FileEntry
     chunk: ChunkEntry
@@ -80,8 +80,8 @@ class CheckpointWriter(StorageWriter):
     """Writes one checkpoint.
 
     Args:
-        attempt: What and where.
-        buffers: Host memory to copy this rank's part to; without, it is written from where it is.
+        attempt: What to save, and where.
+        buffers: Host memory to copy this rank's part to; None to write it without a copy.
         on_staged: Called when the state may change again.
     """
 
@@ -100,22 +100,22 @@ class CheckpointWriter(StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """The name of the attempt, once the ranks have planned it."""
+        """Id of the attempt, once the ranks have planned it."""
         return self._save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Does nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Learns whether this rank publishes."""
+        """Records whether this rank publishes."""
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Sends what this rank says of itself along with its plan."""
+        """Attaches this rank's metadata to its plan."""
         return dataclasses.replace(plan, storage_data=self._attempt.of_rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begins the attempt, and gives it a name that all ranks use."""
+        """Begins the attempt, and gives it an id that all ranks use."""
         self._of_ranks = [msgspec.Raw(plan.storage_data) for plan in plans]
         self._save_id = os.urandom(6).hex()
         self._attempt.place.begin(self._attempt.step, self._save_id)
@@ -125,7 +125,7 @@ class CheckpointWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's share: values into the results, tensors into files."""
+        """Writes this rank's part: values into the results, tensors into files."""
         assignment: _Assignment = plan.storage_data
         self._save_id = assignment.save_id
         results, tensors, items = _resolve(plan.items, planner)
@@ -150,12 +150,15 @@ class CheckpointWriter(StorageWriter):
         if self._attempt.place.is_shared:
             self._require_visible(manifest.files)
         self._attempt.place.publish(self._attempt.step, self._save_id, encode_manifest(manifest))
-        # torch would send this to all ranks, none of which needs it.
+        # torch would send this to all ranks, and none of them needs it.
         metadata.state_dict_metadata.clear()
         metadata.planner_data = None
 
     def close(self, *, failed: bool) -> None:
-        """Lets go of the attempt; who has a place for itself removes one that failed."""
+        """Releases the attempt, or removes it if it failed.
+
+        The first rank removes a failed attempt; every rank does if the location is not shared.
+        """
         beat_writing(Writing.NOTHING)
         if not self._save_id:
             return
@@ -166,7 +169,7 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Says no: torch does not choose this writer by a path."""
+        """Returns False: torch does not choose this writer by a path."""
         return False
 
     def _write_file(
@@ -216,7 +219,7 @@ class CheckpointWriter(StorageWriter):
         ]
 
     def _require_visible(self, files: Sequence[FileEntry]) -> None:
-        """Raises if the first rank does not see what another has written."""
+        """Raises if the first rank does not see a file that another rank has written."""
         place = self._attempt.place
         sizes = place.sizes(self._attempt.step, self._save_id)
         for file in files:
@@ -263,7 +266,7 @@ class CheckpointWriter(StorageWriter):
 def _resolve(
     items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[list[WriteResult], dict[MetadataIndex, Tensor], dict[MetadataIndex, WriteItem]]:
-    """Returns the results for values, which are complete, and the tensors to be written."""
+    """Returns the results for values, which are final, and the tensors to write."""
     results: list[WriteResult] = []
     tensors: dict[MetadataIndex, Tensor] = {}
     by_index: dict[MetadataIndex, WriteItem] = {}

@@ -1,6 +1,6 @@
-"""Trackers that get a run's metrics, too: each an extra of the package.
+"""Experiment trackers that also receive a run's metrics; each is an extra of the package.
 
-Nothing leaves the machine unless its user says so in the tracker's own variables.
+Nothing leaves the machine unless the user says so in the tracker's own environment variables.
 """
 
 import importlib
@@ -18,14 +18,14 @@ _SINKS: dict[SinkName, str] = {
     "wandb": "WandbSink",
     "mlflow": "MlflowSink",
 }
-"""By the name of the package, of the module here, and of the extra: the class in that module."""
+"""Class of each tracker; the key is the package, the extra, and the prefix of the module here."""
 
 
 def require_sinks(names: Sequence[SinkName]) -> None:
     """Raises unless the package of every tracker is installed."""
     for name in names:
         found = importlib.util.find_spec(name)
-        # A directory of that name, such as W&B makes, passes for a package without an origin.
+        # A directory of that name, such as W&B creates, looks like a package without an origin.
         if found is None or found.origin is None:
             raise UsageError(
                 f"logging.sinks has {name}, which is not installed; `pip install "
@@ -34,12 +34,12 @@ def require_sinks(names: Sequence[SinkName]) -> None:
 
 
 def make_sinks(config: RunConfig, directory: pathlib.Path, expected: Expectation) -> list[Observer]:
-    """Makes the trackers of a run; they begin with its first row.
+    """Creates the trackers of a run; each opens at its first row.
 
     Args:
         config: The run.
-        directory: Where they keep what they write.
-        expected: What is known of the run beforehand.
+        directory: Directory for their files.
+        expected: Predictions and limits of the run.
     """
     sinks = []
     for name in config.logging.sinks:

@@ -1,6 +1,6 @@
 """MLflow: a database file in the run's directory unless MLFLOW_TRACKING_URI names a server.
 
-SQLite, because MLflow refuses its older store of plain files since version 3.13.
+SQLite, because MLflow rejects its older store of plain files since version 3.13.
 """
 
 import logging
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 _EXPERIMENT = "paceline"
 _DATABASE = "mlflow.db"
 _MOST_METRICS = 500
-"""Of one request, below what servers take."""
+"""Maximum number of metrics per request, below the limit of servers."""
 
 
 class MlflowSink:
-    """Logs to a run of MLflow, the same one after every resumption.
+    """Logs to an MLflow run, which is reused after every resume.
 
-    Rows are sent together, every so many steps: each sending is a transaction, or a request.
+    Rows are sent in batches, every few steps: each batch is a transaction or a request.
 
     Args:
         config: The run.
-        directory: Of the run.
-        expected: What is known of the run beforehand.
+        directory: Directory of the run.
+        expected: Predictions and limits of the run.
     """
 
     def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
@@ -44,7 +44,7 @@ class MlflowSink:
         self._waiting: list[Any] = []
 
     def note(self, row: MetricsRow) -> None:
-        """Takes the numbers of a row, and sends what has gathered."""
+        """Buffers the values of a row, and sends the buffer if it is due."""
         from mlflow.entities import Metric
 
         if self._client is None:
@@ -59,7 +59,7 @@ class MlflowSink:
             self._send()
 
     def close(self) -> None:
-        """Sends what is left and ends the run."""
+        """Sends the buffer and ends the run."""
         if self._client is not None:
             self._send()
             self._client.set_terminated(self._run_id, status=self._status)
@@ -74,7 +74,7 @@ class MlflowSink:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # It tells of every table it makes.
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # It logs every table it creates.
         self._directory.mkdir(parents=True, exist_ok=True)
         place = os.environ.get("MLFLOW_TRACKING_URI", "")
         self._client = client = MlflowClient(tracking_uri=place or self._own_place())
@@ -87,7 +87,7 @@ class MlflowSink:
         if experiment is not None:
             number = experiment.experiment_id
         else:
-            # A server knows where it keeps artifacts; the default of a file is another directory.
+            # A server has its own artifact location; the default for a file is another directory.
             artifacts = None if place else self._directory.resolve().as_uri()
             number = client.create_experiment(_EXPERIMENT, artifact_location=artifacts)
         run = client.create_run(number, run_name=self._directory.resolve().parent.name)
@@ -103,7 +103,7 @@ class MlflowSink:
 
 
 def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """Returns nested values under names such as training.steps."""
+    """Returns nested values under dotted names such as training.steps."""
     flat = {}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -20,8 +20,8 @@ class TensorBoardSink:
 
     Args:
         config: The run.
-        directory: Of the run.
-        expected: What is known of the run beforehand.
+        directory: Directory of the run.
+        expected: Predictions and limits of the run.
     """
 
     def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
@@ -43,14 +43,14 @@ class TensorBoardSink:
             writer.add_text("sample", row.sample, row.step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the event file."""
         if self._writer is not None:
             self._writer.close()
 
     def _open(self, step: int) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier attempt wrote of later steps is not shown.
+        # Hides later steps that an earlier attempt wrote.
         writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=_FLUSH_S)
         self._writer = writer
         return writer

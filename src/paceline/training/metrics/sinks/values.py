@@ -1,4 +1,4 @@
-"""Rows as the names and numbers that trackers show."""
+"""Converts rows to the names and values that trackers show."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from paceline.training.metrics.rows import EvaluationRow, MetricsRow, StepRow
 
 
 def row_values(row: MetricsRow, expected: Expectation) -> dict[str, float]:
-    """Returns the numbers of a row, of which an event has none."""
+    """Returns the values of a row by name; an event has none."""
     values: dict[str, float | None] = {}
     if isinstance(row, StepRow):
         values = {

@@ -14,12 +14,12 @@ _PROJECT = "paceline"
 
 
 class WandbSink:
-    """Logs to a run of W&B, the same one after every resumption.
+    """Logs to a W&B run, which is reused after every resume.
 
     Args:
         config: The run.
-        directory: Of the run.
-        expected: What is known of the run beforehand.
+        directory: Directory of the run.
+        expected: Predictions and limits of the run.
     """
 
     def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
@@ -30,18 +30,18 @@ class WandbSink:
         self._exit_code = 1
 
     def note(self, row: MetricsRow) -> None:
-        """Logs the numbers of a row."""
+        """Logs the values of a row."""
         if self._run is None:
             self._run = self._open()
         if isinstance(row, EventRow) and row.name == FINISHED:
             self._exit_code = 0
         if values := row_values(row, self._expected):
-            # The step is a value like others: W&B's own counter never goes back, and a run that
-            # is resumed does.
+            # The step is an ordinary value, because W&B's own counter cannot go back, and a resumed
+            # run does.
             self._run.log({"step": row.step, **values})
 
     def close(self) -> None:
-        """Ends the run and waits until all is written."""
+        """Ends the run and waits until everything is written."""
         if self._run is not None:
             self._run.finish(exit_code=self._exit_code)
 

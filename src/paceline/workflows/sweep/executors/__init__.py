@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are made: this machine, Slurm, or a Ray cluster."""
+"""Executors for the runs of a sweep: this machine, Slurm, or a Ray cluster."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -7,10 +7,10 @@ from paceline.workflows.sweep.task import RunTask
 
 
 class Executor(Protocol):
-    """Makes runs. What a run is, and where it stands, is in its directory alone."""
+    """Executes runs. All state of a run is in its directory."""
 
     def run(self, tasks: Sequence[RunTask]) -> Iterator[str]:
-        """Yields the label of each run when it has ended, whatever came of it.
+        """Yields the label of each run when it has ended, regardless of its outcome.
 
-        A run that was stopped or killed on the way is passed over: it has not ended.
+        A run that was stopped or killed has not ended, and is not yielded.
         """

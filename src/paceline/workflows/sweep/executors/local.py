@@ -1,4 +1,4 @@
-"""Runs on this machine, several at a time, each in a process that ends with the sweep."""
+"""Executes runs on this machine, several at a time, in processes that end with the sweep."""
 
 import collections
 import time
@@ -10,11 +10,11 @@ _POLL_S = 0.1
 
 
 class LocalExecutor:
-    """Processes of this machine.
+    """Executes runs as local processes.
 
     Args:
-        at_once: How many runs are made at a time.
-        on_wait: Called again and again with the runs that are being made.
+        at_once: Number of concurrent runs.
+        on_wait: Called on every poll with the active runs.
     """
 
     def __init__(

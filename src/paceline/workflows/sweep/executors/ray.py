@@ -1,6 +1,6 @@
-"""Runs on a Ray cluster, whose nodes see the sweep's directory.
+"""Executes runs on a Ray cluster whose nodes share the sweep's directory.
 
-Ray starts a task again whose worker or node has died, and the run goes on from its checkpoint.
+Ray restarts a task if its worker or node dies, and the run resumes from its checkpoint.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ from paceline.workflows.sweep.task import RunTask, run_task
 
 
 class RayExecutor:
-    """Tasks of a cluster.
+    """Executes runs as Ray tasks.
 
     Args:
-        address: Where the cluster is; None for RAY_ADDRESS, or else a new one on this machine.
-        at_once: Runs at a time; None for what the cluster has cores for.
+        address: Address of the cluster; None for RAY_ADDRESS, or else a new local cluster.
+        at_once: Number of concurrent runs; None for as many as the cluster has cores for.
     """
 
     def __init__(self, address: str | None, at_once: int | None) -> None:

@@ -1,8 +1,8 @@
-"""Runs as a job array of Slurm, through submitit.
+"""Executes runs as a Slurm job array, through submitit.
 
-Jobs may be requeued: a lost node, a preemption or the time limit costs a run what it has done since
-its newest checkpoint. Whether a run has ended is read from its directory, not from Slurm, whose
-accounting (sacct) many clusters do not have; Slurm is asked only which jobs still wait or run.
+Jobs may be requeued: a lost node, a preemption or the time limit costs a run only the work since
+its newest checkpoint. Whether a run has ended is read from its directory, not from Slurm's
+accounting (sacct), which many clusters lack. Slurm only reports which jobs are pending or running.
 """
 
 import pathlib
@@ -15,16 +15,17 @@ from paceline.workflows.sweep.task import RunTask, has_ended, run_task
 
 _POLL_S = 1.0
 _LOGS = "slurm"
+_FORGOTTEN = "Invalid job id"
 
 
 class SlurmExecutor:
-    """A job array.
+    """Executes runs as a job array.
 
     Args:
-        directory: The sweep's directory, which all nodes see.
-        at_once: Jobs at a time; None for as many as Slurm starts.
-        partition: Where jobs are sent; None for the default.
-        time_limit_min: Minutes after which Slurm ends a job.
+        directory: The sweep's directory, shared by all nodes.
+        at_once: Number of concurrent jobs; None for as many as Slurm starts.
+        partition: Partition for the jobs; None for the default.
+        time_limit_min: Time limit of a job in minutes.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class SlurmExecutor:
         array = jobs[0].job_id.partition("_")[0]
         try:
             while waiting:
-                # Asked before the directories are looked at: a job that is gone has written all.
+                # Query Slurm before the directories: a job that is gone has written everything.
                 alive = _alive(array)
                 for job_id, task in list(waiting.items()):
                     if has_ended(task):
                         del waiting[job_id]
                         yield task.label
-                    elif job_id not in alive:
+                    elif alive is not None and job_id not in alive:
                         del waiting[job_id]
                 time.sleep(_POLL_S)
         finally:
@@ -76,12 +77,15 @@ class SlurmExecutor:
                 subprocess.run(["scancel", array], check=False)
 
 
-def _alive(array: str) -> set[str]:
-    """Returns the jobs of an array that wait or run, such as 12_3."""
+def _alive(array: str) -> set[str] | None:
+    """Returns the pending and running jobs of an array, such as 12_3; None if Slurm is silent."""
     listed = subprocess.run(
         ["squeue", "--noheader", "--array", f"--jobs={array}", "--format=%F_%K"],
         capture_output=True,
         text=True,
     )
-    # An array whose jobs are all gone is unknown to Slurm after a while.
+    # Slurm forgets an array some time after its last job has ended. Any other failure, such as a
+    # controller that restarts, does not mean that the jobs are gone.
+    if listed.returncode and _FORGOTTEN not in listed.stderr:
+        return None
     return set(listed.stdout.split())

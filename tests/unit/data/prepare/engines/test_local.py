@@ -1,4 +1,4 @@
-"""The local engine does every task once, whatever becomes of its workers."""
+"""Tests that the local engine completes every task once, even if workers die."""
 
 import contextlib
 import os

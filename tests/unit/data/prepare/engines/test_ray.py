@@ -1,4 +1,4 @@
-"""The Ray engine, on a real cluster of three nodes on this machine."""
+"""Tests of the Ray engine, on a real cluster of three nodes on this machine."""
 
 import contextlib
 import os

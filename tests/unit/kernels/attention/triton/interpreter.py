@@ -1,9 +1,9 @@
-"""Triton's interpreter, in which kernels run on a CPU; import this before any of them.
+"""Enables Triton's interpreter, which runs kernels on a CPU; import this before any kernel.
 
-The interpreter keeps a bfloat16 as its sixteen bits and computes with those as if they were
-integers; rounding to it cuts digits off. Here products widen them first, rounding is to the
-nearest even as on GPUs, and all other arithmetic with them is an error. On a machine with a GPU
-nothing is interpreted, and the same tests run on `DEVICE`.
+The interpreter stores bf16 numbers as 16-bit integers, computes with them as integers, and
+truncates when casting to bf16. This module repairs that: matmuls widen bf16 first, casts round to
+nearest even as on GPUs, and all other bf16 arithmetic is an error. On a machine with a GPU nothing
+is interpreted, and the same tests run on `DEVICE`.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    # Triton looks when it defines its own functions, that is, when it is first imported.
+    # Triton reads this when it defines its own functions, that is, when it is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 triton = pytest.importorskip("triton")

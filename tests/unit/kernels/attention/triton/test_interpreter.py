@@ -1,6 +1,6 @@
-"""What the interpreter's repair promises, which is what GPUs do anyway."""
+"""Tests that the repaired interpreter handles bf16 as GPUs do."""
 
-# The interpreter must be chosen before a kernel is defined.
+# The interpreter must be enabled before a kernel is defined.
 from tests.unit.kernels.attention.triton.interpreter import DEVICE, tl, triton
 
 # isort: split

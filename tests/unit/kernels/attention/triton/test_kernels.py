@@ -1,6 +1,6 @@
-"""The Triton kernels, interpreted where there is no GPU, against the formula in float64."""
+"""Tests the Triton kernels, interpreted if there is no GPU, against the formula in float64."""
 
-# The interpreter must be chosen before a kernel is defined.
+# The interpreter must be enabled before a kernel is defined.
 from tests.unit.kernels.attention.triton.interpreter import DEVICE, triton
 
 # isort: split
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("plain", "tokens", "columns", "sliced", "expanded")
 ROUNDING = torch.finfo(torch.float32).eps
 
-# Rows of a tile beyond the last key may overflow: nobody reads them, but NumPy would tell.
+# Rows of a tile beyond the last key may overflow: they are never read, but NumPy would warn.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
@@ -34,15 +34,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 class Case:
     dtype: torch.dtype = torch.float32
     heads: tuple[int, int] = (1, 1)
-    """Of queries, and of keys and values."""
+    """Number of heads of queries, and of keys and values."""
     lengths: tuple[int, int] = (16, 16)
-    """Of queries, and of keys."""
+    """Number of queries, and of keys."""
     head_dim: int = 16
     diagonal: int | None = None
     scale: float = 0.3
     batch: int = 1
     layouts: tuple[str, str, str, str] = ("plain",) * 4
-    """Of query, key, value, and the output's gradient."""
+    """Memory layouts of query, key, value, and the output's gradient."""
     has_lse_gradient: bool = True
     tilings: Tilings = SQUARE
 
@@ -62,7 +62,7 @@ def _lay_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 def _inputs(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Returns query, key and value, and the gradients of output and logarithm."""
+    """Returns query, key and value, and the gradients of output and log-sum-exp."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, length: int, layout: str) -> Tensor:
@@ -87,11 +87,11 @@ class Results:
     output: Tensor
     lse: Tensor
     gradients: tuple[Tensor, ...]
-    """Of query, key and value."""
+    """Gradients of query, key and value."""
 
 
 def _weights(query: Tensor, key: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    """Returns softmax and logarithm of the sum, for queries that see nothing 0 and -inf."""
+    """Returns softmax and log-sum-exp, which are 0 and -inf for queries without visible keys."""
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
     scores = scores.to(torch.promote_types(query.dtype, torch.float32)) * case.scale
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=DEVICE)
@@ -110,7 +110,7 @@ def _formula(
     case: Case,
     dtype: torch.dtype,
 ) -> Results:
-    """Products and values in the format given, softmax in float32 or wider."""
+    """Computes matmuls in `dtype`, and softmax in float32 or wider."""
     query, key, value = leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs]
     group = query.shape[1] // key.shape[1]
     weights, lse = _weights(query, key, case)
@@ -139,12 +139,12 @@ def _run(
 def _slack(
     inputs: tuple[Tensor, ...], output_gradient: Tensor, lse_gradient: Tensor, case: Case
 ) -> dict[str, float]:
-    """Returns what each result may be wrong by though the usual computation is right by luck.
+    """Returns each result's absolute tolerance, needed where the usual error is small by luck.
 
-    Where terms cancel, a sum in float32 is wrong by a few units in the last place of the terms,
-    not of itself; eight, because GPUs compute exponentials to about two. A score's error is the
-    relative error of its weight, hence a factor of all that weights take part in. Beside that,
-    backward starts from the output as it was stored: what rounding it does to the gradients of
+    Where terms cancel, a float32 sum is wrong by a few units in the last place of the terms, not of
+    the sum. Eight units are allowed, because GPUs compute exponentials to about two. The error of a
+    score is the relative error of its weight, so it scales everything computed from weights. In
+    addition, backward starts from the stored output: the effect of its rounding on the gradients of
     query and key is part of the method.
     """
     group = case.heads[0] // case.heads[1]
@@ -185,7 +185,7 @@ def _check(case: Case) -> None:
     assert not ours.output[blind].any()
     assert not ours.gradients[0][blind].any()
     sighted = [results.lse[~blind] for results in (ours, usual, exact)]
-    # Whatever the inputs' format, scores are float32: the logarithm may not be worse than that.
+    # Scores are float32 for every input dtype, so log-sum-exp must be accurate to float32.
     _require_close("lse", *sighted, factor=0, slack=slack["lse"])
     outputs = ours.output, usual.output, exact.output
     _require_close("output", *outputs, factor=2, slack=slack["output"])
@@ -202,7 +202,7 @@ def _require_close(
     if not exact.numel():
         return
     error, usual_error = (float((tensor - exact).abs().max()) for tensor in (ours, usual))
-    # The largest number has to be stored, which costs half a unit in its last place.
+    # Storing the largest number costs half a unit in its last place.
     stored = float(exact.abs().max()) * torch.finfo(ours.dtype).eps / 2
     allowed = factor * usual_error + stored + slack
     assert error <= allowed, f"{name}: error {error}, usual {usual_error}, allowed {allowed}"
@@ -266,7 +266,7 @@ def test_hard_cases(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("logit", [1e4, -1e4])
 def test_huge_scores(logit: float, dtype: torch.dtype) -> None:
-    # Keys beyond the last have a score of zero: unless hidden they would be all or overflow.
+    # Keys beyond the last have a score of zero: unless hidden, they would dominate or overflow.
     query = torch.full((1, 1, 17, 16), 100.0, dtype=dtype, device=DEVICE)
     key = query * (1 if logit > 0 else -1)
     value, output_gradient = torch.randn(2, 1, 1, 17, 16, device=DEVICE).to(dtype)
@@ -276,7 +276,7 @@ def test_huge_scores(logit: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.lse, exact, rtol=1e-7, atol=0)
     mean = value.double().mean(2, keepdim=True).to(dtype).expand_as(value)
     torch.testing.assert_close(ours.output, mean)
-    # A logarithm of 10^4 is stored to within 0.0005: that much may weights be wrong by.
+    # A log-sum-exp of 10^4 is stored to within 0.0005, so weights may be wrong by that much.
     of_value = output_gradient.double().sum(2, keepdim=True).expand_as(value) / 17
     coarse = max(1e-3, torch.finfo(dtype).eps)
     torch.testing.assert_close(ours.gradients[2].double(), of_value, rtol=coarse, atol=coarse)
@@ -325,7 +325,7 @@ def test_results_lie_where_the_contract_says() -> None:
 
 
 def test_offsets_of_more_than_32_bits() -> None:
-    # 300 rows so far apart that the last tiles begin beyond 2^31 numbers; few are ever touched.
+    # 300 rows so far apart that the last tiles begin beyond 2^31 elements; few pages are touched.
     row_stride = 2**23 - 64
     try:
         memory = torch.empty(300 * row_stride, dtype=torch.float16, device=DEVICE)

@@ -1,8 +1,8 @@
-"""The walks over tiles: every tile that matters exactly once, and no other."""
+"""Tests that loops over tiles visit every tile with visible pairs exactly once, and no other."""
 
 from tests.unit.kernels.attention.triton.interpreter import DEVICE, tl, triton
 
-# The interpreter must be chosen before a kernel is defined.
+# The interpreter must be enabled before a kernel is defined.
 # isort: split
 
 import pytest
@@ -55,7 +55,7 @@ def _visit_queries(
 def _pairs_by_tile(
     num_queries: int, num_keys: int, diagonal: int | None, block_queries: int, block_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts each tile's visible pairs and pairs that exist."""
+    """Returns the number of visible pairs and of existing pairs in each tile."""
     exists = torch.ones(num_queries, num_keys, dtype=torch.long)
     visible = exists if diagonal is None else exists.tril(diagonal)
     num_rows, num_columns = -(-num_queries // block_queries), -(-num_keys // block_keys)
@@ -103,11 +103,11 @@ def test_tiles_are_visited_as_they_must(
         *(visits, num_queries, num_keys, bounded, block_queries, block_keys), diagonal is not None
     )
     visits = visits.cpu()
-    # Exactly once, in one of the stages, where there is anything to see.
+    # Tiles with visible pairs are visited exactly once, in one of the stages.
     assert torch.equal((visits == UNMASKED) | (visits == MASKED), visible > 0)
     assert torch.equal(visits == 0, visible == 0)
-    # Unmasked are all tiles, and only those, in which everything is visible; a tile of keys that
-    # sticks out is not, because keys that do not exist have to be hidden.
+    # Exactly the fully visible tiles are unmasked. A partial tile of keys is not among them,
+    # because keys that do not exist must be hidden.
     is_whole = visible == exists
     if over == "keys" and num_keys % block_keys:
         is_whole[:, -1] = False

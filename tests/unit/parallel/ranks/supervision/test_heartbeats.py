@@ -1,4 +1,4 @@
-"""What a rank says of itself is seen by others, and stays when it is gone."""
+"""Tests that other processes see a rank's heartbeats, even after the rank was killed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Which failures are followed by a restart, and how soon."""
+"""Tests of which failures lead to a restart, and after which pause."""
 
 import pytest
 

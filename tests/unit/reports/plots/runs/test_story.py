@@ -1,4 +1,4 @@
-"""The picture of a demonstration says what was planned and measured, by day and by night."""
+"""Tests of the demonstration's figure: planned and measured values, in light and dark style."""
 
 import pathlib
 
