@@ -3,10 +3,12 @@
 The files there come from `loop_study.py` and `loop_baselines.py`.
 """
 
+import math
 import pathlib
 from typing import TYPE_CHECKING
 
 import msgspec
+from loop_baselines import RANDOM, RULE
 
 from paceline.prediction.history import HistoryEntry, coverage
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
@@ -15,6 +17,7 @@ from paceline.reports.tables.table import Table
 from paceline.scaling.experiments.candidates import learn_from
 from paceline.workflows.loop.choose import fit_sweep
 from paceline.workflows.loop.directory import SWEEP_ENTRIES, LoopDirectory, Outcome
+from paceline.workflows.sweep.directory import RunRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +27,7 @@ FIRST = LOOPS / "seed-0"
 
 
 def loop_tables() -> dict[str, Table]:
-    """Returns the tables of predictions and measurements by name."""
+    """Returns the tables of predictions, measurements and baselines by name."""
     directory = LoopDirectory(FIRST)
     finals = [entry for each in _loops() for entry in _outcome(each).entries]
     return {
@@ -32,6 +35,7 @@ def loop_tables() -> dict[str, Table]:
         "loop-seeds": _seeds_table(),
         "loop-coverage": coverage_table(coverage(finals), "Final runs of all loops"),
         "loop-sweeps": coverage_table(coverage(_sweep_entries()), "Runs of the sweeps"),
+        "loop-baselines": _baselines_table(),
     }
 
 
@@ -64,6 +68,46 @@ def _seeds_table() -> Table:
 
 def _error(entry: HistoryEntry) -> str:
     return f"{entry.error:+.1%}{'' if entry.is_inside else '*'}"
+
+
+def _baselines_table() -> Table:
+    """Returns a table of the loop's model and of common alternatives with the same FLOPs."""
+    directory = LoopDirectory(FIRST)
+    model, outcome = directory.model(), _outcome(directory)
+    assert model is not None
+    chosen = [entry.measured for entry in outcome.entries if entry.quantity == "heldout_loss"]
+    runs = [
+        msgspec.json.decode(line, type=RunRow)
+        for line in (LOOPS / "baselines.jsonl").read_bytes().splitlines()
+    ]
+    drawn = sorted(
+        (run for run in runs if run.name.startswith(RANDOM) and run.final_loss is not None),
+        key=lambda run: run.final_loss or math.inf,
+    )
+    (rule,) = [run for run in runs if run.name == RULE]
+    final = model.run
+    trained = [
+        ("loop", final.parameters, final.tokens, final.learning_rate, chosen[0]),
+        *(
+            (what, run.num_parameters, run.tokens, run.learning_rate, run.final_loss)
+            for what, run in (
+                ("rule of thumb", rule),
+                (f"best of {len(drawn)} random runs", drawn[0]),
+                (f"median of {len(drawn)} random runs", drawn[len(drawn) // 2]),
+            )
+        ),
+    ]
+    return Table(
+        headers=("", "parameters", "tokens", "learning rate", "held-out loss"),
+        rows=tuple(
+            (what, f"{parameters:,}", f"{tokens:,}", f"{rate:.1e}", f"{loss:.4f}")
+            for what, parameters, tokens, rate, loss in trained
+        ),
+        caption=(
+            f"Budget of each row: {outcome.run_flops:.2g} FLOPs. The sweep of the loop spent "
+            f"{outcome.sweep_flops:.2g} FLOPs before"
+        ),
+    )
 
 
 def _sweep_entries() -> list[HistoryEntry]:
