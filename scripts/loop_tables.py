@@ -75,7 +75,6 @@ def _baselines_table() -> Table:
     directory = LoopDirectory(FIRST)
     model, outcome = directory.model(), _outcome(directory)
     assert model is not None
-    chosen = [entry.measured for entry in outcome.entries if entry.quantity == "heldout_loss"]
     runs = [
         msgspec.json.decode(line, type=RunRow)
         for line in (LOOPS / "baselines.jsonl").read_bytes().splitlines()
@@ -87,7 +86,7 @@ def _baselines_table() -> Table:
     (rule,) = [run for run in runs if run.name == RULE]
     final = model.run
     trained = [
-        ("loop", final.parameters, final.tokens, final.learning_rate, chosen[0]),
+        ("loop", final.parameters, final.tokens, final.learning_rate, _heldout_loss(outcome)),
         *(
             (what, run.num_parameters, run.tokens, run.learning_rate, run.final_loss)
             for what, run in (
@@ -123,10 +122,10 @@ def draw_target() -> "Figure":
     directory = LoopDirectory(FIRST)
     model = directory.model()
     assert model is not None
-    (loss,) = [entry for entry in _outcome(directory).entries if entry.quantity == "heldout_loss"]
+    loss = _heldout_loss(_outcome(directory))
     found = fit_sweep(directory.sweep)
     belief, budget = learn_from(found.runs), directory.question().budget
-    return plot_target(found, belief, budget, model.loss, loss.measured)
+    return plot_target(found, belief, budget, model.loss, loss)
 
 
 def draw_errors() -> "Figure":
@@ -138,6 +137,11 @@ def _outcome(directory: LoopDirectory) -> Outcome:
     outcome = directory.outcome()
     assert outcome is not None
     return outcome
+
+
+def _heldout_loss(outcome: Outcome) -> float:
+    (loss,) = [each.measured for each in outcome.entries if each.quantity == "heldout_loss"]
+    return loss
 
 
 def _caption(directory: LoopDirectory) -> str:

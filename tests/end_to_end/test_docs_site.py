@@ -2,13 +2,13 @@
 
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.end_to_end.test_report_build import BROWSERS, ROOT
+from tests.end_to_end.browser import find_browser
+from tests.end_to_end.test_report_build import ROOT
 
 
 @pytest.mark.slow
@@ -27,9 +27,7 @@ def test_pages_load_nothing_from_other_hosts_and_search_works_from_disk(
             r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)', page.read_text()
         )
         assert loaded == [], page.name
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser to open the page in; install one of {', '.join(BROWSERS)}")
+    browser = find_browser()
     result = subprocess.run(
         [
             *(browser, "--headless", "--disable-gpu", "--no-sandbox"),

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -13,10 +12,10 @@ import pytest
 from paceline.records import RecordStore
 from paceline.workflows.cases import SuiteCase
 from paceline.workflows.suite import Suite
+from tests.end_to_end.browser import find_browser
 from tests.end_to_end.test_command_line import FAST, paceline
 
 ROOT = pathlib.Path(__file__).parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (1280, 390)
 
 
@@ -50,9 +49,7 @@ def test_the_report_holds_what_was_measured(built: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_fits_a_desk_and_a_phone(built: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser to open the page in; install one of {', '.join(BROWSERS)}")
+    browser = find_browser()
     # The page itself may not run scripts, so another page measures it in frames of both widths.
     frames = "".join(
         f'<iframe src="{(built / "report.html").as_uri()}" width="{width}" height="900" '

@@ -101,11 +101,10 @@ def choose_layout(
     known = calibrations(RecordStore(calibration).read())
     candidates = _candidates(base, run, ranks, calibration)
     fastest = {each.ranks: each for each in reversed(candidates)}
-    pilots = {each.ranks: pilot(each) for each in fastest.values()}
     tried: list[tuple[LayoutCandidate, PilotRun]] = []
     others: list[LayoutCandidate] = []
     for each in candidates:
-        made = pilots[each.ranks] if fastest[each.ranks] is each else None
+        made = pilot(each) if fastest[each.ranks] is each else None
         if made is None:
             others.append(each)
         else:
