@@ -1,6 +1,6 @@
 """Tables and figures of loops from a budget to a model, from `results/loop`.
 
-The files there come from `loop_study.py` and `loop_baselines.py`.
+The files there come from `loop_study.py`, `loop_baselines.py` and `loop_kills.py`.
 """
 
 import math
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from loop_baselines import RANDOM, RULE
+from loop_kills import STAGES
 
 from paceline.prediction.history import HistoryEntry, coverage
+from paceline.records import RecordStore
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
 from paceline.reports.tables.planning.forecasts import WRITTEN, coverage_table, outcome_table
 from paceline.reports.tables.table import Table
@@ -27,7 +29,7 @@ FIRST = LOOPS / "seed-0"
 
 
 def loop_tables() -> dict[str, Table]:
-    """Returns the tables of predictions, measurements and baselines by name."""
+    """Returns the tables of predictions, measurements, baselines and kills by name."""
     directory = LoopDirectory(FIRST)
     finals = [entry for each in _loops() for entry in _outcome(each).entries]
     return {
@@ -36,6 +38,7 @@ def loop_tables() -> dict[str, Table]:
         "loop-coverage": coverage_table(coverage(finals), "Final runs of all loops"),
         "loop-sweeps": coverage_table(coverage(_sweep_entries()), "Runs of the sweeps"),
         "loop-baselines": _baselines_table(),
+        "loop-kills": _kills_table(),
     }
 
 
@@ -106,6 +109,38 @@ def _baselines_table() -> Table:
             f"Budget of each row: {outcome.run_flops:.2g} FLOPs. The sweep of the loop spent "
             f"{outcome.sweep_flops:.2g} FLOPs before"
         ),
+    )
+
+
+def _kills_table() -> Table:
+    """Returns a table of a loop that was killed and resumed, and of the same loop without kills."""
+    (record,) = RecordStore(LOOPS / "kills.jsonl").read()
+    values = {name: metric.value for name, metric in record.metrics.items()}
+    written = {
+        "runs": ("num_runs", "{:.0f}"),
+        "parameters of the chosen model": ("parameters", "{:,.0f}"),
+        "its tokens": ("tokens", "{:,.0f}"),
+        "its predicted loss": ("predicted_loss", "{:.6f}"),
+        "its held-out loss": ("heldout_loss", "{:.6f}"),
+        "runs finished twice": ("runs_finished_twice", "{:.0f}"),
+        "samples missed or read twice": ("samples_wrong", "{:.0f}"),
+    }
+    stages = ", ".join(
+        f"{values[f'kills_{stage}']:.0f} in stage {stage}"
+        for stage in STAGES
+        if values[f"kills_{stage}"]
+    )
+    return Table(
+        headers=("", f"killed {values['num_tried']:.0f} times", "not killed"),
+        rows=tuple(
+            (
+                what,
+                style.format(values[name]),
+                style.format(values[other]) if (other := f"uninterrupted_{name}") in values else "",
+            )
+            for what, (name, style) in written.items()
+        ),
+        caption=f"SIGKILL: {stages}",
     )
 
 

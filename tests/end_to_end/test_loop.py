@@ -1,18 +1,13 @@
-"""Tests of ``paceline loop`` as typed by a user: dry runs, real runs, and runs that are killed."""
+"""Tests of ``paceline loop`` as typed by a user: dry runs and mistakes.
+
+`scripts/loop_study.py` runs whole loops, `scripts/loop_kills.py` kills one.
+"""
 
 import json
-import os
 import pathlib
-import random
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from paceline.prediction.history import read_history
-from paceline.training.audit import audit_run
 from tests.end_to_end.zipf_text import prepare_text
 from tests.processes import paceline
 
@@ -61,57 +56,3 @@ def test_a_loop_is_planned_before_it_is_run(place: pathlib.Path) -> None:
     assert runs[-1]["purpose"] == "final"
     assert runs[-1]["flops"] == pytest.approx(2e13, rel=0.05)
     assert not (place / "loop").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_loop_killed_at_random_moments_comes_to_an_end(
-    place: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    environment = os.environ | {"PACELINE_HISTORY": str(tmp_path / "history.jsonl")}
-    chance = random.Random(1)
-    command = [sys.executable, "-m", "paceline", *_LOOP]
-    for _ in range(10):
-        running = subprocess.Popen(
-            command,
-            cwd=place,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(chance.uniform(10, 90))
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-    ended = {path: path.stat().st_mtime_ns for path in (place / "loop").glob("**/ended.json")}
-    whole = subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
-    assert whole.returncode == 0, whole.stderr
-    entries = [json.loads(line) for line in whole.stdout.splitlines()]
-    assert [entry["quantity"] for entry in entries] == [
-        *("heldout_loss", "step_time_s", "memory_bytes", "duration_s")
-    ]
-    runs = [path.parent for path in (place / "loop").glob("**/ended.json")]
-    assert len(runs) > 16
-    for run in runs:
-        _steps, wrong = audit_run(run)
-        assert wrong == []
-        events = (run / "metrics.jsonl").read_text()
-        assert events.count('"name":"finished"') == 1
-    # Runs that had ended before the last kill were not touched again.
-    assert all(path.stat().st_mtime_ns == changed for path, changed in ended.items())
-    again = subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
-    assert again.stdout == whole.stdout
-    history = read_history(tmp_path / "history.jsonl")
-    assert len(history) == len({(entry.run, entry.quantity) for entry in history})
-    assert (place / "loop" / "loop.html").stat().st_size > 50_000
-    shown = subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", "backtest"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "held-out loss" in shown.stdout

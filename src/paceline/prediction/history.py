@@ -28,6 +28,12 @@ _VARIABLE = "PACELINE_HISTORY"
 _LEVEL = 0.9
 _FEWEST = 5
 """Minimum number of earlier runs for a correction."""
+_FIRST_STEPS = (0.9, 2.2)
+"""Measured over predicted step time, 5% and 95% quantile, of the runs in `results/loop`.
+
+The interval of the first predictions on a machine. These runs have steps of 6 to 60 ms on two cores
+of a virtual machine; longer steps are usually predicted better.
+"""
 _OTHER_KIND = 0.1
 """Weight between single-rank and multi-rank runs: single-rank runs have no collectives."""
 _LEAST_SPREAD = 0.03
@@ -122,7 +128,8 @@ def corrected(
 ) -> Estimate:
     """Returns a formula's prediction, corrected by earlier runs.
 
-    With too few earlier runs, the prediction is uncorrected and has no interval.
+    With too few earlier runs, the prediction is uncorrected: a step time has an interval from runs
+    on another machine, other quantities have none.
 
     Args:
         quantity: The predicted quantity.
@@ -138,7 +145,10 @@ def corrected(
         if each.quantity == quantity and each.hardware == hardware and each.formula is not None
     ]
     if len(known) < _FEWEST:
-        return Estimate(value=formula)
+        if quantity != "step_time_s":
+            return Estimate(value=formula)
+        low, high = (factor * formula for factor in _FIRST_STEPS)
+        return Estimate(value=formula, low=low, high=high)
     formulas, measured, is_same_kind = np.array(known, dtype=np.float64).T
     # Overhead outside matmuls dominates the error of short steps, but not of long ones.
     weights = 1 / (1 + np.log2(formulas / formula) ** 2)

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import random
 
+import msgspec
 import pytest
 
 from paceline.core.plan import Estimate
@@ -16,6 +17,8 @@ from paceline.prediction.history import (
     history_path,
     read_history,
 )
+
+LOOPS = pathlib.Path(__file__).parents[3] / "results" / "loop"
 
 
 def _entry(
@@ -79,11 +82,25 @@ def test_runs_on_several_ranks_soon_outweigh_those_on_one() -> None:
 
 def test_other_machines_quantities_and_few_runs_teach_nothing() -> None:
     plain = Estimate(value=1.0)
+    first = Estimate(value=1.0, low=0.9, high=2.2)
     history = [_entry(measured=2.0) for _ in range(5)]
-    assert corrected("step_time_s", 1.0, "another", 1, history) == plain
+    assert corrected("step_time_s", 1.0, "another", 1, history) == first
     assert corrected("memory_bytes", 1.0, "a machine", 1, history) == plain
-    assert corrected("step_time_s", 1.0, "a machine", 1, history[:4]) == plain
+    assert corrected("step_time_s", 1.0, "a machine", 1, history[:4]) == first
     assert corrected("step_time_s", 1.0, "a machine", 1, history).value == pytest.approx(2.0)
+
+
+def test_the_first_interval_holds_nine_in_ten_of_the_committed_runs() -> None:
+    inside = []
+    for path in LOOPS.glob("seed-*/sweep.json"):
+        for each in msgspec.json.decode(path.read_bytes(), type=list[HistoryEntry]):
+            if each.quantity == "step_time_s" and each.formula is not None:
+                first = corrected("step_time_s", each.formula, "a machine", 1, [])
+                assert first.low is not None
+                assert first.high is not None
+                inside.append(first.low <= each.measured <= first.high)
+    assert len(inside) > 90
+    assert 0.88 <= sum(inside) / len(inside) <= 0.93
 
 
 def test_intervals_hold_nine_in_ten() -> None:

@@ -206,6 +206,7 @@ def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
         **rounds,
     )
     compared = ("torch_ddp", "bucketed")
+    traced = {"warmup": min(warmup, 2), "rounds": 3}
     yield case(
         name="bucket-sizes",
         deliverables=(_OVERLAP,),
@@ -221,11 +222,10 @@ def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
         verb="profile ddp",
         kind="timeline",
         fields={**fields, "strategy": _TRACED, "bucket_size_mb": _USUAL_BUCKET},
-        options=("--warmup", "2", "--rounds", "3"),
+        options=("--warmup", str(traced["warmup"]), "--rounds", str(traced["rounds"])),
         records_in="directory",
         num_variants=len(_TRACED),
-        warmup=2,
-        rounds=3,
+        **traced,
     )
 
 

@@ -217,7 +217,8 @@ def engine_stages_s(layouts: Layouts, cluster: Cluster) -> Any:
 def engine_data_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
     """Returns the engine's seconds per step to gather parameters and average gradients.
 
-    FSDP2 does both block by block, with the embedding and the output layer as one more unit.
+    FSDP2 does both block by block, with the embedding and the output layer as one more unit. It
+    frees full parameters after every backward, so that ZeRO-1 and 2 gather in every pass as well.
     """
     passes = np.asarray(workload.num_micro_batches)
     gathers = np.where(layouts.stage == 3, 2, np.where(layouts.stage > 0, 1, 0)) * passes

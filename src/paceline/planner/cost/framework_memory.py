@@ -64,7 +64,7 @@ PLAIN = FrameworkMemory()
 """The formulas without framework-specific memory."""
 
 _MEGATRON = FrameworkMemory(fused=True, logit_bytes=8)
-"""The loss holds bf16 logits, their float32 softmax, and gradients that replace the logits."""
+"""The loss holds bf16 logits, their float32 softmax, later its gradient, and that in bf16."""
 _DEEPSPEED = FrameworkMemory(constant_bytes=5.93e9, gaps=0.557, most_with_gaps=16e9, step_bytes=4)
 """Fitted to the 94 published peaks of BLOOM's layout search."""
 _FRAMEWORKS: dict[str, dict[str, FrameworkMemory]] = {

@@ -51,6 +51,7 @@ COST_OF_LARGEST = COST_OF_FIT + sum(
 )
 """FLOPs of all runs including the checks, relative to one of the largest."""
 
+_MORE_FLOPS = "give more FLOPs (--target of a sweep, --budget of a loop)"
 
 NUM_LATER = 1 + len(VARIED_BATCHES) + (_NUM_LEVELS - _NUM_EXPLORED) * _REFINING[1]
 """Number of runs that are planned after the losses of the first ones are known."""
@@ -148,7 +149,7 @@ def _checked_models(question: Question) -> list[tuple[ModelShape, float]]:
     if first is None:
         raise UsageError(
             f"the smallest model with a vocabulary of {question.vocab_size} is too large for runs "
-            f"of {small:.3g} FLOPs; give a larger --target"
+            f"of {small:.3g} FLOPs; {_MORE_FLOPS}"
         )
     return [(first, small), *([] if second in (None, first) else [(second, large)])]
 
@@ -229,7 +230,7 @@ def _runs(
     if not found:
         raise UsageError(
             f"no model with a vocabulary of {question.vocab_size} can be trained with "
-            f"{levels[0]:.3g} to {levels[-1]:.3g} FLOPs; give a larger --target, or more text"
+            f"{levels[0]:.3g} to {levels[-1]:.3g} FLOPs; {_MORE_FLOPS}, or more text"
         )
     return found
 

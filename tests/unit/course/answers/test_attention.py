@@ -72,7 +72,8 @@ SEVERAL = [_attention(**SHORT), _attention(), _attention(**LONG), _attention(**S
 SEVERAL += [_attention(0.5, peak=1e6, **SDPA)]
 LOST = [_attention(**SHORT), _lost(**LONG), _lost(), _attention(**SDPA)]
 FASTEST, RATE, DTYPES = "fastest_attention", "attention_rate", "bfloat16_to_float32"
-COMPILED, QUADRATIC = "compiled_to_plain_attention", "attention_memory_quadratic"
+COMPILED, RANGE = "compiled_to_plain_attention", "compiled_to_plain_range"
+QUADRATIC = "attention_memory_quadratic"
 LINEAR, MISSING, BYTES = "attention_memory_linear", "cases_missing", "attention_saved_bytes"
 GROWTH = ["From length 1024 to length 2048", "Recompute"]
 # Three tensors of 2048 by 64 numbers and the scores.
@@ -108,8 +109,9 @@ COMPILE, CALCULATED = answers.answer_compiled_attention, answers.calculate_naive
         (COMPILE, _compiled(0.5), COMPILED, {"ratio": 0.5, "says": ["length 2048", ": less)"]}),
         (COMPILE, _compiled(0.5), COMPILED, {"saved_bytes": 2e5, "plain_saved_bytes": 1e6}),
         (COMPILE, [_attention(**LONG), _attention(**SHORT, **WHOLE)], COMPILED, None),
-        (COMPILE, _compiled(1.5), COMPILED, {"least_ratio": 0.9, "most_ratio": 1.5}),
-        (COMPILE, _compiled(0.5, ONE), COMPILED, {"least_ratio": 0.5, "says": FEW}),
+        (COMPILE, _compiled(1.5), RANGE, {"least_ratio": 0.9, "most_ratio": 1.5}),
+        (COMPILE, _compiled(1.5)[-2:], RANGE, None),
+        (COMPILE, _compiled(0.5, ONE), COMPILED, {"ratio": 0.5, "says": FEW}),
         (NAIVE, _grown(1e6, 4e6), QUADRATIC, {"saved_power": 2, "forward_power": 3}),
         (NAIVE, _grown(1e6, 4e6), QUADRATIC, {"forward_time_s": 2.0, "says": GROWTH}),
         (NAIVE, _grown(1e6, 2e6), LINEAR, {"saved_power": 1, "saved_bytes": 2e6}),

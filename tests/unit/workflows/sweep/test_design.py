@@ -102,7 +102,7 @@ def test_the_rule_is_the_mean_of_the_best_factors_whatever_the_size_and_the_toke
 
 def test_a_check_that_no_model_is_small_enough_for() -> None:
     tiny = msgspec.structs.replace(QUESTION, largest=1e9)
-    with pytest.raises(UsageError, match="give a larger --target"):
+    with pytest.raises(UsageError, match="give more FLOPs"):
         rate_runs(tiny)
 
 

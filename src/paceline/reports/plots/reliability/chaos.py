@@ -36,7 +36,9 @@ def plot_chaos(records: Sequence[Record]) -> Figure:
     )
     named: set[str] = set()
     for record in records:
-        if record.kind == "chaos_fault" and record.case["seed"] == run.case["seed"]:
+        if record.kind == "chaos_fault" and all(
+            record.case[field] == run.case[field] for field in ("command", "seed", "num_hosts")
+        ):
             kind = str(record.case["fault"])
             begin = record.metrics["at_s"].value
             end = begin + sum(
