@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.zipf_text import prepare_text
 from tests.processes import paceline
 
-_LOOP = ("loop", "--budget", "2e13", "--exploration", "1", "--epochs", "8", "--json")
+_LOOP = ("loop", "--budget", "8e13", "--exploration", "1", "--epochs", "64", "--json")
 _CLUSTER = ("loop", "--budget", "1e25", "--devices", "16384", "--exploration", "0.02", "--dry-run")
 
 
@@ -54,5 +54,12 @@ def test_a_loop_is_planned_before_it_is_run(place: pathlib.Path) -> None:
     planned = paceline(place, *_LOOP, "--dry-run")
     runs = [json.loads(line) for line in planned.stdout.splitlines()]
     assert runs[-1]["purpose"] == "final"
-    assert runs[-1]["flops"] == pytest.approx(2e13, rel=0.05)
+    assert runs[-1]["flops"] == pytest.approx(8e13, rel=0.05)
     assert not (place / "loop").exists()
+
+
+def test_a_budget_for_too_few_sizes_is_refused(place: pathlib.Path) -> None:
+    refused = paceline(place, "loop", "--budget", "2e13", "--exploration", "1")
+    assert refused.returncode == 2
+    assert "of 15 small runs" in refused.stderr
+    assert "times as many FLOPs" in refused.stderr

@@ -190,9 +190,10 @@ class LoopCommand:
 
     def _plan_here(self, question: "LoopQuestion") -> int:
         from paceline.workflows.loop.on_paper import expected_final
-        from paceline.workflows.sweep.design import first_runs
+        from paceline.workflows.sweep.design import first_runs, require_sizes
         from paceline.workflows.sweep.table import plan_table
 
+        require_sizes(question.sweep)
         runs = [*first_runs(question.sweep), expected_final(question)]
         if self.output.json:
             for run in runs:

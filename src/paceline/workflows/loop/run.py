@@ -38,7 +38,7 @@ from paceline.workflows.loop.directory import (
 from paceline.workflows.loop.entries import run_entries, sweep_entries
 from paceline.workflows.loop.layout import choose_layout, final_config, pilot_config
 from paceline.workflows.loop.on_paper import expected_final, expected_seconds
-from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, exploring_runs
+from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, exploring_runs, require_sizes
 from paceline.workflows.sweep.directory import Ending, read_ending
 from paceline.workflows.sweep.executors import Executor
 from paceline.workflows.sweep.rules import Rule
@@ -80,6 +80,7 @@ class LoopRunner:
 
     def run(self, question: LoopQuestion, base: RunConfig) -> Outcome:
         """Runs every missing stage; returns the outcome of the last."""
+        require_sizes(question.sweep)
         self.directory.begin(question)
         self._calibrate_for_sweep(question, base)
         rule_findings = self.sweep.run(question.sweep, base)

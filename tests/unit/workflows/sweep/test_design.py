@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
-from paceline.workflows.sweep.design import batch_runs, exploring_runs, rate_runs
+from paceline.workflows.sweep.design import batch_runs, exploring_runs, rate_runs, require_sizes
 from paceline.workflows.sweep.directory import run_config
 from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding, rule_of_rates
 from tests.unit.workflows.sweep.fake_runs import BASE, QUESTION
@@ -104,6 +104,16 @@ def test_a_check_that_no_model_is_small_enough_for() -> None:
     tiny = msgspec.structs.replace(QUESTION, largest=1e9)
     with pytest.raises(UsageError, match="give more FLOPs"):
         rate_runs(tiny)
+
+
+def test_a_law_needs_sizes_on_both_sides_of_the_best() -> None:
+    require_sizes(QUESTION)
+    few = msgspec.structs.replace(QUESTION, largest=4e11)
+    with pytest.raises(UsageError, match=r"only \d of 15 small runs.* times as many FLOPs"):
+        require_sizes(few)
+    short = msgspec.structs.replace(QUESTION, most_tokens=2e5)
+    with pytest.raises(UsageError, match=r"only \d of 15 small runs.*prepare more text"):
+        require_sizes(short)
 
 
 @pytest.mark.parametrize("best", [0.5, 0.8, 1.0, 1.7, 2.0])
