@@ -14,12 +14,13 @@ import subprocess
 import sys
 
 from fault_records import record_fault
+from loop_tables import heldout_loss
 
 from paceline.training.audit import audit_run
 from paceline.workflows.loop.directory import LoopDirectory
 from paceline.workflows.sweep.directory import ENDED
 
-STAGES = ("calibrate", "sweep", "plan", "train")
+_STAGES = ("calibrate", "sweep", "plan", "train")
 _FINISHED = '"name":"finished"'
 
 
@@ -100,7 +101,7 @@ def record(
         case={"seed": seed},
         metrics={
             "killed_after_s": moments,
-            **{f"kills_{stage}": counts[stage] for stage in STAGES},
+            **{f"kills_{stage}": counts[stage] for stage in _STAGES},
             "runs_finished_twice": twice,
             "samples_wrong": wrong,
             **found,
@@ -114,7 +115,6 @@ def _facts(loop: LoopDirectory) -> dict[str, float]:
     model, outcome = loop.model(), loop.outcome()
     assert model is not None
     assert outcome is not None
-    (loss,) = [each.measured for each in outcome.entries if each.quantity == "heldout_loss"]
     purposes = {run.purpose for run in loop.sweep.state().runs}
     losses = [row.final_loss or 0.0 for row in loop.sweep.rows(*purposes)]
     return {
@@ -123,7 +123,7 @@ def _facts(loop: LoopDirectory) -> dict[str, float]:
         "parameters": model.run.parameters,
         "tokens": model.run.tokens,
         "predicted_loss": model.loss.value,
-        "heldout_loss": loss,
+        "heldout_loss": heldout_loss(outcome),
     }
 
 

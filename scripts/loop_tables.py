@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from loop_baselines import RANDOM, RULE
-from loop_kills import STAGES
 
 from paceline.prediction.history import HistoryEntry, coverage
 from paceline.records import RecordStore
@@ -89,7 +88,7 @@ def _baselines_table() -> Table:
     (rule,) = [run for run in runs if run.name == RULE]
     final = model.run
     trained = [
-        ("loop", final.parameters, final.tokens, final.learning_rate, _heldout_loss(outcome)),
+        ("loop", final.parameters, final.tokens, final.learning_rate, heldout_loss(outcome)),
         *(
             (what, run.num_parameters, run.tokens, run.learning_rate, run.final_loss)
             for what, run in (
@@ -126,9 +125,9 @@ def _kills_table() -> Table:
         "samples missed or read twice": ("samples_wrong", "{:.0f}"),
     }
     stages = ", ".join(
-        f"{values[f'kills_{stage}']:.0f} in stage {stage}"
-        for stage in STAGES
-        if values[f"kills_{stage}"]
+        f"{value:.0f} in stage {name.removeprefix('kills_')}"
+        for name, value in values.items()
+        if name.startswith("kills_") and value
     )
     return Table(
         headers=("", f"killed {values['num_tried']:.0f} times", "not killed"),
@@ -157,7 +156,7 @@ def draw_target() -> "Figure":
     directory = LoopDirectory(FIRST)
     model = directory.model()
     assert model is not None
-    loss = _heldout_loss(_outcome(directory))
+    loss = heldout_loss(_outcome(directory))
     found = fit_sweep(directory.sweep)
     belief, budget = learn_from(found.runs), directory.question().budget
     return plot_target(found, belief, budget, model.loss, loss)
@@ -174,7 +173,8 @@ def _outcome(directory: LoopDirectory) -> Outcome:
     return outcome
 
 
-def _heldout_loss(outcome: Outcome) -> float:
+def heldout_loss(outcome: Outcome) -> float:
+    """Returns the measured held-out loss of a loop's final run."""
     (loss,) = [each.measured for each in outcome.entries if each.quantity == "heldout_loss"]
     return loss
 

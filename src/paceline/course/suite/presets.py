@@ -206,7 +206,6 @@ def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
         **rounds,
     )
     compared = ("torch_ddp", "bucketed")
-    traced = {"warmup": min(warmup, 2), "rounds": 3}
     yield case(
         name="bucket-sizes",
         deliverables=(_OVERLAP,),
@@ -216,6 +215,7 @@ def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
         num_variants=len(compared) * len(sizes) - ("auto" in sizes),
         **rounds,
     )
+    traced = {"warmup": min(warmup, 2), "rounds": 3}
     yield case(
         name="timelines",
         deliverables=(_OVERLAP,),
