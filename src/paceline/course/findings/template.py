@@ -88,5 +88,4 @@ def against(value: float, reference: float) -> str:
     """Formats the verdict with the difference, such as ``within 10% (+3%)``."""
     verdict = standing(value, reference)
     text = f"within {ALIKE:.0%}" if verdict == "alike" else verdict
-    # Adding zero turns a rounded -0.0 into 0.0, which prints as +0%.
-    return f"{text} ({round(value / reference - 1, 2) + 0.0:+.0%})"
+    return f"{text} ({value / reference - 1:+z.0%})"
