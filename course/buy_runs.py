@@ -30,17 +30,17 @@ from training_service import (
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.records import Record
-from paceline.scaling.experiments.candidates import (
+from paceline.scaling.candidates import (
     FARTHEST_BELOW,
     is_near,
     learn_from,
     propose_runs,
     require_target,
 )
-from paceline.scaling.experiments.design import Belief
+from paceline.scaling.design import Belief
 from paceline.scaling.records import describe_design, design_record, run_record
-from paceline.scaling.runs.sweep import Sweep
 from paceline.scaling.surface import Array
+from paceline.scaling.sweep import Sweep
 
 _SCOUT_SIZES = (1e6, 8e6, 6e7)
 _SCOUT_RATES = tuple(np.geomspace(1.2e-4, 9e-4, 5))

@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.strategies.config import DataParallelSweep
-from paceline.benchmarks.strategies.measure import COMMUNICATION, EXPOSED, STEP, Comparison
+from paceline.benchmarks.config import DataParallelSweep
+from paceline.benchmarks.strategies import COMMUNICATION, EXPOSED, STEP, Comparison
 from paceline.core import BatchShape, model_preset, precision_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.parallel import distributed_session
-from paceline.parallel.ddp.bucket_size import measure_group
+from paceline.parallel.bucket_size import measure_group
 from paceline.parallel.ranks.hardware import usable_memory_bytes
 from paceline.parallel.strategies import message_sizes
 

@@ -11,8 +11,8 @@ import sys
 from ddp_benchmark import default_ranks, largest_that_fits
 
 from paceline.accounting import count_parameters
-from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
-from paceline.benchmarks.optimizer_memory.measure import OPTIMIZER, STEP, OptimizerResult, measure
+from paceline.benchmarks.config import OptimizerSweep
+from paceline.benchmarks.optimizer_memory import OPTIMIZER, STEP, OptimizerResult, measure
 from paceline.core import model_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes

@@ -15,10 +15,9 @@ from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.models import TransformerLM
 from paceline.parallel import distributed_session
-from paceline.parallel.mesh.apply import apply_layout
-from paceline.parallel.mesh.gradients import clip_grad_norm
+from paceline.parallel.mesh.apply import apply_layout, clip_grad_norm
 from paceline.parallel.mesh.groups import MeshGroups
-from paceline.parallel.mesh.loss import summed_loss, vocabulary_parallel
+from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--ranks", type=int, default=None, help="ranks to start where none are")

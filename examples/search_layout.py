@@ -2,10 +2,9 @@
 
 from paceline.core import find_device, model_preset
 from paceline.planner.calibrations.store import find_calibration
-from paceline.planner.search.compare import compare, not_told_apart
-from paceline.planner.search.costs import calibrated_costs
-from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.advice import compare, not_told_apart
 from paceline.planner.search.search import search
+from paceline.planner.search.spec import SearchQuestion, calibrated_costs
 
 device = find_device("h100-sxm")
 calibration = find_calibration(None, device.name, "bfloat16")

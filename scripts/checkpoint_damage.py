@@ -21,9 +21,9 @@ import torch
 from fault_records import record_fault
 from torch import nn
 
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.restore import Source, load_newest_valid
 from paceline.core.errors import PacelineError
-from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.restore import Source, load_newest_valid
 
 OLDER, NEWER = 1, 2
 _LONGEST_RUN = 4096

@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.memory import MemoryCheckpointer
+from paceline.checkpoint.state import training_state
 from paceline.core import model_preset
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import run_ranks
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.records import RecordStore
-from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.memory.checkpointer import MemoryCheckpointer
-from paceline.training.checkpoint.state.training import training_state
 
 MODEL = "bytes-34M"
 KINDS = ("none", "synchronous", "asynchronous", "in memory")

@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.collectives.measure import Collective, time_call
+from paceline.benchmarks.collectives import Collective, time_call
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
 from paceline.core.units import MB

@@ -31,7 +31,9 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from paceline.data.format.manifest import (
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+from paceline.data.loader.loader import TokenLoader
+from paceline.data.manifest import (
     MANIFEST,
     SCHEMA,
     Manifest,
@@ -40,8 +42,6 @@ from paceline.data.format.manifest import (
     read_manifest,
     tokens_name,
 )
-from paceline.data.loader.config import LoaderConfig, SourceConfig
-from paceline.data.loader.loader import TokenLoader
 from paceline.data.storage import open_storage
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.records.environment import processor_name

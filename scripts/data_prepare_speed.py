@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 from paceline.core.units import MB, MIB
 from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.inputs import reading_options
-from paceline.data.prepare.pieces import plan_pieces
+from paceline.data.prepare.job import reading_options
 from paceline.data.prepare.run import prepare
+from paceline.data.prepare.tokenize import plan_pieces
 from paceline.data.sources.documents import Document
 from paceline.data.sources.files import find_files
 from paceline.data.sources.read import read_span

@@ -19,16 +19,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.data.format.manifest import (
-    MANIFEST,
-    SCHEMA,
-    Manifest,
-    Split,
-    encode_manifest,
-    tokens_name,
-)
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
+from paceline.data.manifest import MANIFEST, SCHEMA, Manifest, Split, encode_manifest, tokens_name
 from paceline.data.storage import open_storage
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.records.environment import processor_name

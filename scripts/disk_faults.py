@@ -30,10 +30,10 @@ import torch
 from fault_records import record_fault
 from torch import nn
 
-from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.errors import CheckpointError
-from paceline.training.checkpoint.places import open_place
-from paceline.training.checkpoint.verify import verify_checkpoint
+from paceline.checkpoint.catalog import verify_checkpoint
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.storage import open_place
 
 CALLS = (
     *("mkdir", "openat", "write", "fsync", "rename", "flock"),

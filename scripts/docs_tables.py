@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.core.errors import UsageError
 from paceline.core.units import KIB, MIB
-from paceline.prediction.calibration import Calibration
-from paceline.prediction.calibration_records import calibration_runs
+from paceline.predict.calibration import Calibration, calibration_runs
 from paceline.records import Record
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table

@@ -21,15 +21,15 @@ from turns import RANKS, TURN, make_config, parse_arguments, record_turns, take_
 from paceline.core.units import MIB
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.parallel import Session, run_ranks
-from paceline.parallel.elastic.gradients import ReplicaGradients
-from paceline.parallel.elastic.replica_group import ReplicaGroup
+from paceline.parallel.elastic import ReplicaGradients
 from paceline.parallel.ranks.placement import local_placement
-from paceline.training.build import build
+from paceline.parallel.replica_group import ReplicaGroup
 from paceline.training.config import RunConfig
 from paceline.training.elastic.data import ReplicaData
 from paceline.training.elastic.launch import loopback_address
 from paceline.training.elastic.step import ReplicaStep
-from paceline.training.steps.step import TrainingStep
+from paceline.training.parallelize import build
+from paceline.training.step import TrainingStep
 
 
 class RankSteps:

@@ -29,13 +29,8 @@ from buy_runs import (
 from training_service import TRAIN_FLOPS, Reply, RunRequest, ServiceError, TrainingService
 
 from paceline.core.errors import UsageError
-from paceline.scaling.experiments.candidates import (
-    EXPECTED_NOISE,
-    FARTHEST_BELOW,
-    REACH,
-    learn_from,
-)
-from paceline.scaling.experiments.design import prior_belief
+from paceline.scaling.candidates import EXPECTED_NOISE, FARTHEST_BELOW, REACH, learn_from
+from paceline.scaling.design import prior_belief
 from paceline.scaling.surface import LossSurface
 
 

@@ -29,17 +29,21 @@ from reliability_tables import kills_table, recovery_table, reliability_table, r
 from rich.console import Console
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
-from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
+from paceline.accounting.collectives import ring_time_s, tree_all_reduce_time_s
 from paceline.core import BatchShape, known_devices, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
-from paceline.data.inspect.lengths import DocumentLengths
+from paceline.data.inspect import DocumentLengths
 from paceline.lab.chaos.records import FAULT
-from paceline.planner.goodput.constants import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
-from paceline.planner.goodput.formula import best_interval_s, goodput, interruption_interval_s
-from paceline.planner.goodput.records import GOODPUT, REPLAY
-from paceline.prediction.backtest import HeldOutPrediction, leave_one_out, predict_others
-from paceline.prediction.records import backtest_cases
+from paceline.planner.goodput.options import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
+from paceline.planner.goodput.scenario import best_interval_s, goodput, interruption_interval_s
+from paceline.planner.goodput.simulate import GOODPUT, REPLAY
+from paceline.predict.backtest import (
+    HeldOutPrediction,
+    backtest_cases,
+    leave_one_out,
+    predict_others,
+)
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.training_run import read_run
@@ -68,8 +72,7 @@ from paceline.reports.tables.profile import (
 )
 from paceline.reports.tables.table import Table, View, records_table, render_markdown
 from paceline.reports.tables.with_predictions import with_predictions
-from paceline.training.metrics.panel import RunPanel
-from paceline.training.metrics.progress import Progress
+from paceline.training.panel import Progress, RunPanel
 from paceline.workflows.demo import draw_demo
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from paceline.benchmarks.harness.devices import resolve_device
-from paceline.benchmarks.harness.records import measured
+from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.parallel import RankPool
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.benchmarks.config import StepSweep
 from paceline.benchmarks.harness.measure import ratio_metric
 from paceline.benchmarks.harness.records import measured
-from paceline.benchmarks.step.config import StepSweep
-from paceline.benchmarks.step.training_step import TrainingStep
+from paceline.benchmarks.step import TrainingStep
 from paceline.core import ModelShape
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import Metric, RecordStore

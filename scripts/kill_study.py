@@ -31,10 +31,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from fault_records import record_fault
 from study_runs import study_run, write_config
 
-from paceline.parallel.ranks.supervision.heartbeats import Heartbeat, Heartbeats, Phase, Writing
+from paceline.parallel.ranks.heartbeats import Heartbeat, Heartbeats, Phase, Writing
 from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig, RunConfig
-from paceline.training.metrics.rows import RESTARTED, EventRow, MetricsFile, StepRow
+from paceline.training.metrics import RESTARTED, EventRow, MetricsFile, StepRow
 from tests.processes import children_of, is_running
 
 IN_A_STEP = ("data", "forward", "backward", "all-reduce", "update")

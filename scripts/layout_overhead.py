@@ -36,7 +36,7 @@ from paceline.models import TransformerLM
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.apply import apply_layout
 from paceline.parallel.mesh.groups import MeshGroups, describe
-from paceline.parallel.mesh.loss import summed_loss, vocabulary_parallel
+from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank

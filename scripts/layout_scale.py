@@ -24,8 +24,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.harness.devices import resolve_device
-from paceline.benchmarks.harness.records import measured
+from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.core.runnable import Work, require_runnable
@@ -38,7 +37,7 @@ from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.memory import layout_state_bytes
 from paceline.records import RecordStore
-from paceline.training.layouts.pipeline import own_stages
+from paceline.training.parallelize import own_stages
 
 MODEL = "llama3-70B"
 CONTEXT_LENGTH = 8192

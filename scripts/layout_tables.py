@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.core.units import format_binary_bytes, format_decimal
-from paceline.prediction.backtest import (
+from paceline.predict.backtest import (
     BacktestCase,
     HeldOutPrediction,
     leave_one_out,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.records.environment import threads_per_rank
-from paceline.scaling.allocation.model_shapes import rule_of_thumb_parameters
+from paceline.scaling.model_shapes import rule_of_thumb_parameters
 from paceline.training.toml_config import read_config
 from paceline.workflows.loop.directory import LoopDirectory
 from paceline.workflows.sweep.design import PlannedRun, Question, find_shape, planned_run

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from loop_baselines import RANDOM, RULE
 
-from paceline.prediction.history import HistoryEntry, coverage
+from paceline.predict.history import HistoryEntry, coverage
 from paceline.records import RecordStore
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
 from paceline.reports.tables.planning.forecasts import WRITTEN, coverage_table, outcome_table
 from paceline.reports.tables.table import Table
-from paceline.scaling.experiments.candidates import learn_from
+from paceline.scaling.candidates import learn_from
 from paceline.workflows.loop.choose import fit_sweep
 from paceline.workflows.loop.directory import SWEEP_ENTRIES, LoopDirectory, Outcome
 from paceline.workflows.sweep.directory import RunRow

@@ -11,13 +11,12 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from paceline.cli.plan.search_options import ClusterOptions
+from paceline.cli.plan.options import ClusterOptions
 from paceline.core.presets import find_preset
 from paceline.core.specs import DType
-from paceline.planner.search.advice import front
+from paceline.planner.search.advice import compare, front
+from paceline.planner.search.budget import estimate_run
 from paceline.planner.search.choice import Choice
-from paceline.planner.search.compare import compare
-from paceline.planner.search.run_estimate import estimate_run
 from paceline.planner.search.search import SearchResult, search
 from paceline.records import Metric, Record, RecordStore, capture_environment
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from paceline.cli.plan.search_options import ClusterOptions
+from paceline.cli.plan.options import ClusterOptions
 from paceline.core import model_preset
 from paceline.planner.search.search import search
 from paceline.records import Metric, Record, RecordStore, capture_environment

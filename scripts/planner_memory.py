@@ -18,8 +18,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
+from paceline.core.hardware import find_device
 from paceline.core.specs import ModelShape
 from paceline.core.units import GIB
 from paceline.planner.calibrations.cases import Case, group_cases
@@ -32,8 +32,7 @@ from paceline.planner.cost.framework_memory import (
 )
 from paceline.planner.cost.layouts import CHECKPOINTING
 from paceline.planner.cost.memory import LayoutMemory, layout_memory
-from paceline.planner.published.reader import model_of, published_runs
-from paceline.planner.published.run import PublishedRun
+from paceline.planner.published import PublishedRun, model_of, published_runs
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
 Array = npt.NDArray[np.float64]

@@ -14,9 +14,9 @@ import sys
 import numpy as np
 
 from paceline.planner.calibrations.cases import predictable
+from paceline.planner.calibrations.parameters import terms_of
 from paceline.planner.calibrations.store import write_calibrations
-from paceline.planner.calibrations.terms import terms_of
-from paceline.planner.published.reader import published_runs
+from paceline.planner.published import published_runs
 from paceline.planner.validation.held_out import PoolResult, validate_pool
 from paceline.planner.validation.regret import sweep_regrets
 from paceline.records import Metric, Record, RecordStore, capture_environment

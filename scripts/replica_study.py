@@ -31,7 +31,7 @@ from study_runs import study_run, write_config
 
 from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig, RunConfig
-from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.metrics import EventRow, MetricsFile, MetricsRow, StepRow
 from tests.processes import children_of, is_running
 
 _STEPS_BETWEEN = 10

@@ -32,8 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.benchmarks.harness.devices import resolve_device
-from paceline.benchmarks.harness.records import measured
+from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.core import ModelShape
 from paceline.core.units import MIB
 from paceline.models import TransformerLM
@@ -45,14 +44,18 @@ from paceline.parallel import (
     OverlappedDataParallel,
     ShardedDataParallel,
     ShardedOptimizer,
+    ddp,
 )
 from paceline.parallel.buckets import plan_buckets, tensor_spec
 from paceline.parallel.partition import shard_evenly
-from paceline.parallel.ranks import reduce_scatter
-from paceline.parallel.ranks.collectives import all_gather_single, reduce_scatter_single
+from paceline.parallel.ranks import collectives
+from paceline.parallel.ranks.collectives import (
+    all_gather_single,
+    reduce_scatter_single,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from paceline.parallel.ranks.hardware import describe_hardware
-from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
-from paceline.parallel.reducer import base
 from paceline.parallel.zero import container
 from paceline.records import RecordStore
 
@@ -101,8 +104,8 @@ def without_values() -> Iterator[None]:
     """Lets containers that need values accept a model on the meta device; skips broadcasts."""
     cpu = torch.device("cpu")
     with (
-        mock.patch.object(base, "require_supported", return_value=cpu),
-        mock.patch.object(base, "broadcast_tensors"),
+        mock.patch.object(ddp, "require_supported", return_value=cpu),
+        mock.patch.object(ddp, "broadcast_tensors"),
         # The fake group has no backend options, which a copy of it would need.
         mock.patch.object(container, "_copy_of", side_effect=lambda group, _device: group),
     ):
@@ -183,7 +186,7 @@ def _messages(_model: nn.Module) -> Any:
     borders = range(0, flat.numel() + 1, flat.numel() // world_size)
     group = dist.group.WORLD
     assert group is not None
-    with mock.patch.object(reduce_scatter, "works_in_place", return_value=True):
+    with mock.patch.object(collectives, "works_in_place", return_value=True):
         return start_reduce_scatter(flat, group), start_all_gather(flat, borders, group)
 
 

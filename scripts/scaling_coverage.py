@@ -9,15 +9,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.scaling.checks.diagnose import diagnose
-from paceline.scaling.fits.all_methods import ScalingFit
-from paceline.scaling.fits.bootstrap import draw_counts
-from paceline.scaling.fits.held_out import MethodChoice
+from paceline.scaling.diagnose import diagnose
+from paceline.scaling.fits.all_methods import MethodChoice, ScalingFit
 from paceline.scaling.fits.isoflop import fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, MethodFit, predict
-from paceline.scaling.runs.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
 from paceline.scaling.surface import EPOCH, Array, LossSurface, tokens_for
+from paceline.scaling.sweep import draw_counts
+from paceline.scaling.synthetic import Departure, SweepDesign, synthetic_sweep, true_loss
 
 _DIAGNOSIS_DRAWS = 20
 

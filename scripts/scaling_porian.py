@@ -21,12 +21,11 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.scaling import Sweep, predict, read_sweep
-from paceline.scaling.fits.bootstrap import DEFAULT_DRAWS, draw_counts
-from paceline.scaling.fits.held_out import choose_method
+from paceline.scaling.fits.all_methods import choose_method
 from paceline.scaling.fits.isoflop import find_profiles, fit_lowest_run, fit_parabola
 from paceline.scaling.fits.parametric import fit_parametric
 from paceline.scaling.fits.prediction import MethodFit
-from paceline.scaling.runs.trimming import trim_far_runs
+from paceline.scaling.sweep import DEFAULT_DRAWS, draw_counts, trim_far_runs
 
 SWEEPS = {"tuned": "4", "untuned": "3"}
 WINDOWS = (4, 6, 8)

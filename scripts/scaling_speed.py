@@ -16,10 +16,10 @@ import numpy as np
 
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.scaling import SweepDesign, synthetic_sweep
-from paceline.scaling.fits.bootstrap import draw_counts
+from paceline.scaling.fits.least_squares import fit_projection
 from paceline.scaling.fits.parametric import fit_parametric
-from paceline.scaling.fits.variable_projection import fit_projection
 from paceline.scaling.surface import EPOCH
+from paceline.scaling.sweep import draw_counts
 
 _NOISE = 0.005
 _DRAWS = 1000

@@ -17,7 +17,7 @@ from fake_training_service import design_study
 from scaling_coverage import coverage_study, warning_study
 
 from paceline.records import Metric, Record, RecordStore, capture_environment
-from paceline.scaling.runs.synthetic import Departure
+from paceline.scaling.synthetic import Departure
 
 _NOISE = 0.005
 _STUDIES = ("coverage", "warnings", "design")

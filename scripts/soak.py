@@ -32,7 +32,7 @@ from study_runs import study_run, write_config
 
 from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig
-from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.metrics import MetricsFile, StepRow
 from tests.processes import children_of, is_running
 
 _EVERY_S = 5.0

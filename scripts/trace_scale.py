@@ -15,8 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from paceline.benchmarks.harness.devices import resolve_device
-from paceline.benchmarks.harness.records import measured
+from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.core.units import GB
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import RecordStore
@@ -32,7 +31,7 @@ _OPERATORS = (
 )
 _ANALYSE = """
 import pathlib, resource, sys, time
-from paceline.traces.steps.analysis import analyse_trace
+from paceline.traces.analysis import analyse_trace
 began = time.perf_counter()
 analysis = analyse_trace(pathlib.Path(sys.argv[1]))
 seconds = time.perf_counter() - began

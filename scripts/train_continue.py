@@ -34,7 +34,7 @@ from paceline.training.config import (
     RunConfig,
     StepConfig,
 )
-from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.metrics import MetricsFile, StepRow
 from paceline.training.run import run
 
 STEPS, MOVED_AFTER = 100, 50

@@ -32,7 +32,7 @@ from paceline.training.config import (
     RunConfig,
     StepConfig,
 )
-from paceline.training.metrics.rows import EvaluationRow, MetricsFile
+from paceline.training.metrics import EvaluationRow, MetricsFile
 from paceline.training.run import run
 
 HELD_OUT = 64

@@ -38,7 +38,6 @@ from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import local_placement
 from paceline.parallel.strategies import apply_strategy, clip_grad_norm, make_optimizer
 from paceline.records import RecordStore
-from paceline.training.build import build
 from paceline.training.config import (
     CheckpointConfig,
     DataConfig,
@@ -50,9 +49,10 @@ from paceline.training.config import (
     StepConfig,
 )
 from paceline.training.loop import train
-from paceline.training.metrics.observers import FileObserver
-from paceline.training.metrics.rows import MetricsFile, MetricsRow, StepRow
-from paceline.training.run_state import RunStates
+from paceline.training.metrics import MetricsFile, MetricsRow, StepRow
+from paceline.training.observers import FileObserver
+from paceline.training.parallelize import build
+from paceline.training.run_checkpointer import RunStates
 from paceline.training.signals import StopRequest
 from paceline.training.toml_config import encode_config
 

@@ -22,11 +22,11 @@ from turns import RANKS, TURN, make_config, parse_arguments, record_turns, take_
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.parallel import Session, run_ranks
 from paceline.parallel.ranks.placement import local_placement
-from paceline.training.build import build
 from paceline.training.config import RunConfig
-from paceline.training.steps.step import TrainingStep
-from paceline.training.watch.config import WatchConfig
-from paceline.training.watch.watch import Watch
+from paceline.training.health.config import WatchConfig
+from paceline.training.health.monitor import Watch
+from paceline.training.parallelize import build
+from paceline.training.step import TrainingStep
 
 
 class WatchedSteps:

@@ -43,8 +43,7 @@ def check_record(report: pytest.TestReport) -> Record:
     # Imported late: conftest.py first decides how torch and the kernels are loaded.
     import torch
 
-    from paceline.benchmarks.harness.devices import resolve_device
-    from paceline.benchmarks.harness.records import measured
+    from paceline.benchmarks.harness.records import measured, resolve_device
     from paceline.parallel.ranks.hardware import describe_hardware
 
     device = resolve_device("auto")

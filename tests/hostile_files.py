@@ -12,22 +12,22 @@ import resource
 import time
 from collections.abc import Callable
 
+from paceline.checkpoint.catalog import list_checkpoints
 from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_preset, precision_preset
 from paceline.core.errors import PacelineError
 from paceline.core.units import KIB
-from paceline.data.format.manifest import read_manifest
 from paceline.data.loader.config import SourceConfig
+from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json, load_tokenizer
 from paceline.models.hugging_face.files import read_config as hugging_face_config
 from paceline.models.hugging_face.files import weight_files
-from paceline.prediction.calibration_records import calibrations
+from paceline.predict.calibration import calibrations
 from paceline.records import RecordStore, encode_plan
 from paceline.scaling import read_sweep
-from paceline.traces.events.reader import Event, TraceReader
-from paceline.training.checkpoint.verify import list_checkpoints
+from paceline.traces.reader import Event, TraceReader
 from paceline.training.config import DataConfig, RunConfig
-from paceline.training.metrics.rows import MetricsFile
+from paceline.training.metrics import MetricsFile
 from paceline.training.plan import read_plan
 from paceline.training.toml_config import config_template, read_config
 

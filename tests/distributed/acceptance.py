@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from paceline.core.ranges import is_bucket_range
 from paceline.core.strategies import StrategyName
 from paceline.parallel import DataParallelContainer
-from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
+from paceline.parallel.ranks.collectives import start_all_gather, start_reduce_scatter
 from paceline.parallel.strategies import apply_strategy, make_optimizer
-from paceline.traces.capture.profiler import record_ranks
+from paceline.traces.capture import record_ranks
 
 STRATEGIES: tuple[StrategyName, ...] = (
     *("naive", "flat", "overlapped", "bucketed", "torch_ddp"),

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
 from paceline.parallel import Session
 from paceline.parallel.ranks.placement import local_placement
-from paceline.training.build import Trainee, build
 from paceline.training.config import RunConfig
+from paceline.training.health.checksum import held_tensors
+from paceline.training.health.errors import AgreedError
 from paceline.training.loop import RunOutcome, train
-from paceline.training.metrics.observers import FileObserver
-from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow, StepRow
-from paceline.training.run_state import RunStates
+from paceline.training.metrics import EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.observers import FileObserver
+from paceline.training.parallelize import Trainee, build
+from paceline.training.run_checkpointer import RunStates
 from paceline.training.signals import StopRequest
-from paceline.training.watch.errors import AgreedError
-from paceline.training.watch.held import held_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from paceline.data.format.manifest import MANIFEST, encode_manifest, read_manifest
 from paceline.data.loader.config import SourceConfig
+from paceline.data.manifest import MANIFEST, encode_manifest, read_manifest
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json
 from paceline.parallel import Session
@@ -24,7 +24,7 @@ from paceline.training.config import (
     ScheduleConfig,
     StepConfig,
 )
-from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.metrics import MetricsFile, StepRow
 from paceline.training.run import run
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 

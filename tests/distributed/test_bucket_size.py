@@ -5,17 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.accounting.communication.alpha_beta_fit import fit_collective
-from paceline.parallel import BucketedDataParallel, RankPool
-from paceline.parallel.buckets import Bucket, TensorSpec, plan_buckets, tensor_spec
-from paceline.parallel.ddp import bucket_size
-from paceline.parallel.ddp.bucket_size import (
+from paceline.accounting.collectives import fit_collective
+from paceline.parallel import BucketedDataParallel, RankPool, bucket_size
+from paceline.parallel.bucket_size import (
     CANDIDATES_MB,
     BucketSizeChoice,
     GroupCost,
     choose_bucket_size,
 )
-from paceline.parallel.ranks.rank_weight import RankWeight
+from paceline.parallel.buckets import Bucket, RankWeight, TensorSpec, plan_buckets, tensor_spec
 from tests.distributed.toys import (
     MODELS,
     data,

@@ -12,11 +12,10 @@ from torch.profiler import record_function
 
 from paceline.core.ranges import step_range
 from paceline.parallel import BucketedDataParallel, RankPool
-from paceline.traces.capture import clock_alignment
-from paceline.traces.capture.merge import TracePart, merge_traces
-from paceline.traces.capture.profiler import record_ranks
-from paceline.traces.events.reader import TraceError
-from paceline.traces.steps.analysis import analyse_trace
+from paceline.traces import capture
+from paceline.traces.analysis import analyse_trace
+from paceline.traces.capture import TracePart, merge_traces, record_ranks
+from paceline.traces.reader import TraceError
 from tests.distributed.toys import Layered, data, loss_of
 
 Pools = Callable[[int], RankPool]
@@ -71,14 +70,14 @@ def test_ranks_are_recorded_into_one_trace(rank_pool: Pools, tmp_path: pathlib.P
 
 def _offset(rank: int, world_size: int, ahead_ns: int) -> int:
     """Returns the clock offset with every rank but the first on a fake host with a clock ahead."""
-    real_clock, real_kernel = time.time_ns, clock_alignment._kernel
+    real_clock, real_kernel = time.time_ns, capture._kernel
     if rank > 0:
-        clock_alignment._kernel = lambda: f"host of rank {rank}"
+        capture._kernel = lambda: f"host of rank {rank}"
         time.time_ns = lambda: real_clock() + ahead_ns * rank
     try:
-        return clock_alignment.clock_offset_ns(world_size, CPU)
+        return capture.clock_offset_ns(world_size, CPU)
     finally:
-        clock_alignment._kernel, time.time_ns = real_kernel, real_clock
+        capture._kernel, time.time_ns = real_kernel, real_clock
 
 
 def test_clocks_of_other_hosts_are_compared(rank_pool: Pools) -> None:

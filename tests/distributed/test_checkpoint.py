@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import AdamW, Optimizer
 
+from paceline.checkpoint.catalog import list_checkpoints, verify_checkpoint
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.restore import Restored, load_newest_valid
+from paceline.checkpoint.state import (
+    capture_random_state,
+    load_training_state,
+    restore_random_state,
+    training_state,
+)
 from paceline.core.strategies import StrategyName
 from paceline.parallel import RankPool, ShardedOptimizer
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.parallel.zero.optimizer_checkpoint import parameter_names
-from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.errors import CheckpointError
-from paceline.training.checkpoint.restore import Restored, load_newest_valid
-from paceline.training.checkpoint.state.random_numbers import (
-    capture_random_state,
-    restore_random_state,
-)
-from paceline.training.checkpoint.state.training import load_training_state, training_state
-from paceline.training.checkpoint.verify import list_checkpoints, verify_checkpoint
 from tests.unit.data.s3_server import s3_server
 
 Pools = Callable[[int], RankPool]

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_stock
 from torch.distributed.checkpoint.state_dict_saver import save as save_stock
 
+from paceline.checkpoint.catalog import list_checkpoints
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.restore import load_newest_valid
 from paceline.parallel import RankError, RankPool
 from paceline.parallel.zero.optimizer_checkpoint import FlatPiece
-from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.restore import load_newest_valid
-from paceline.training.checkpoint.verify import list_checkpoints
 
 ELEMENTS = 200_000
 KEYS = 4

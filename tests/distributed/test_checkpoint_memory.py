@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
-from paceline.training.metrics.rows import EventRow, MetricsFile
-from paceline.training.run_state import RunStates
+from paceline.training.metrics import EventRow, MetricsFile
+from paceline.training.run_checkpointer import RunStates
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
 Pools = Callable[[int], RankPool]

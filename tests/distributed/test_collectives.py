@@ -4,10 +4,10 @@ from typing import get_args
 import pytest
 import torch
 
-from paceline.benchmarks.collectives import measure as communication
-from paceline.benchmarks.collectives.config import CollectiveCase
-from paceline.benchmarks.collectives.measure import Collective, measure_collective, time_call
-from paceline.core.collectives import Operation
+from paceline.benchmarks import collectives as communication
+from paceline.benchmarks.collectives import Collective, measure_collective, time_call
+from paceline.benchmarks.config import CollectiveCase
+from paceline.core.strategies import Operation
 from paceline.parallel import RankError, RankPool
 
 Pools = Callable[[int], RankPool]

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from paceline.parallel import BucketedDataParallel, RankError, RankPool
-from paceline.parallel.reducer import contract
+from paceline.parallel import BucketedDataParallel, RankError, RankPool, contract
 from tests.distributed.toys import (
     CONTAINERS,
     MODELS,

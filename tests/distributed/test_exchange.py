@@ -14,9 +14,7 @@ from paceline.models.hugging_face.files import read_weights
 from paceline.models.hugging_face.llama import from_llama
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
-from paceline.training.exchange.export import export_model
-from paceline.training.exchange.import_model import import_model
-from paceline.training.exchange.saved_model import open_saved_model
+from paceline.training.exchange import export_model, import_model, open_saved_model
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
 Pools = Callable[[int], RankPool]

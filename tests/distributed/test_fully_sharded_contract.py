@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.parallel import RankPool
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
-from paceline.parallel.fsdp.wrap_policy import WrapPolicy
+from paceline.parallel.fsdp.layers import WrapPolicy
 from tests.distributed.toys import WIDTH, Layered, data, loss_of, oracle_backward
 
 Pools = Callable[[int], RankPool]

@@ -14,7 +14,7 @@ from paceline.parallel import RankPool
 from paceline.parallel.fsdp import gradient_message
 from paceline.parallel.fsdp import layer as layer_module
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
-from paceline.parallel.fsdp.wrap_policy import WrapPolicy
+from paceline.parallel.fsdp.layers import WrapPolicy
 from paceline.parallel.ranks.pending import Pending
 from tests.distributed.toys import WIDTH, data, loss_of
 

@@ -12,10 +12,8 @@ import torch
 from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import ModelConfig, RunConfig
-from paceline.training.exchange.export import export_model
-from paceline.training.exchange.load import load_model
-from paceline.training.exchange.saved_model import open_saved_model
-from paceline.training.metrics.rows import EvaluationRow, MetricsFile
+from paceline.training.exchange import export_model, load_model, open_saved_model
+from paceline.training.metrics import EvaluationRow, MetricsFile
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
 Pools = Callable[[int], RankPool]

@@ -13,7 +13,7 @@ from paceline.models import TransformerLM
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.apply import apply_layout
 from paceline.parallel.mesh.groups import MeshGroups
-from paceline.training.layouts.initialize import draw_parts
+from paceline.training.parallelize import draw_parts
 
 Pools = Callable[[int], RankPool]
 _CPU = torch.device("cpu")

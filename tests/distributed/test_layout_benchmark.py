@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from paceline.benchmarks.calibration.calibrate import measure_engine
-from paceline.benchmarks.calibration.engine import BLOCK_TIME, engine_layouts
-from paceline.benchmarks.harness.config import ShapeOverrides
+from paceline.benchmarks.calibration.compute import BLOCK_TIME, engine_layouts
+from paceline.benchmarks.config import LayoutCase, LayoutSweep, ShapeOverrides
 from paceline.benchmarks.harness.turns import collect, run_round
-from paceline.benchmarks.layouts.config import LayoutCase, LayoutSweep
-from paceline.benchmarks.layouts.measure import LayoutResult, prepare
-from paceline.benchmarks.layouts.profile import trace_rounds
+from paceline.benchmarks.layouts import LayoutResult, prepare, trace_rounds
 from paceline.parallel import RankPool
-from paceline.traces.steps.analysis import analyse_trace
-from paceline.traces.steps.pipeline import PipelineStep, pipeline_steps
+from paceline.traces.analysis import analyse_trace
+from paceline.traces.pipeline import PipelineStep, pipeline_steps
 
 Pools = Callable[[int], RankPool]
 _CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from paceline.models import TransformerLM
 from paceline.parallel import RankError, RankPool, Session
 from paceline.parallel.ranks.placement import local_placement
-from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut
-from paceline.training.steps.step import TrainingStep
+from paceline.training.parallelize import build
+from paceline.training.step import TrainingStep
 from tests.distributed.faulty_runs import Poison, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 from tests.distributed.test_pipeline import batch, pipeline_of, shape_of

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.benchmarks.harness.config import ShapeOverrides
+from paceline.benchmarks.config import LayoutCase, LayoutSweep, ShapeOverrides
 from paceline.benchmarks.harness.turns import collect, run_round
-from paceline.benchmarks.layouts.config import LayoutCase, LayoutSweep
-from paceline.benchmarks.layouts.measure import prepare
+from paceline.benchmarks.layouts import prepare
 from paceline.parallel import RankPool
-from paceline.planner.trainer.memory import TrainerStep, trainer_peak_bytes
+from paceline.planner.trainer_memory import TrainerStep, trainer_peak_bytes
 
 Pools = Callable[[int], RankPool]
 _CPU = torch.device("cpu")

@@ -10,13 +10,10 @@ import torch
 from paceline.accounting import parameter_sizes, step_memory
 from paceline.accounting.memory.model_states import rank_state_bytes
 from paceline.accounting.memory.step import MemoryParts
-from paceline.benchmarks.harness.config import PrecisionName
-from paceline.benchmarks.harness.memory import storage_bytes
-from paceline.benchmarks.optimizer_memory.config import OptimizerCase
-from paceline.benchmarks.optimizer_memory.measure import OptimizerMeasurement, named_bytes
-from paceline.benchmarks.step.config import StepCase
-from paceline.benchmarks.strategies.config import Variant
-from paceline.benchmarks.strategies.step import StrategyStep
+from paceline.benchmarks.config import OptimizerCase, PrecisionName, StepCase, Variant
+from paceline.benchmarks.harness.measure import storage_bytes
+from paceline.benchmarks.optimizer_memory import OptimizerMeasurement, named_bytes
+from paceline.benchmarks.strategies import StrategyStep
 from paceline.core.specs import (
     AttentionImplementation,
     BatchShape,

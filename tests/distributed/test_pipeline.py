@@ -17,7 +17,7 @@ from paceline.models import TransformerLM
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.groups import MeshGroups
 from paceline.parallel.mesh.pipeline import Pipeline, ScheduleName
-from paceline.training.layouts.pipeline import make_pipeline
+from paceline.training.parallelize import make_pipeline
 
 Pools = Callable[[int], RankPool]
 CONTEXT, SEQUENCES, MICRO_BATCHES = 12, 8, 4

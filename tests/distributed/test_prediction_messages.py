@@ -11,8 +11,7 @@ from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import RankPool
 from paceline.parallel.strategies import apply_strategy, message_sizes
-from paceline.prediction.collectives import gradient_collectives
-from paceline.prediction.step import PREDICTED
+from paceline.predict.step import PREDICTED, gradient_collectives
 
 Pools = Callable[[int], RankPool]
 

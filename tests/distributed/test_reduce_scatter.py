@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.parallel import RankPool
-from paceline.parallel.ranks import reduce_scatter
-from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
+from paceline.parallel.ranks import collectives
+from paceline.parallel.ranks.collectives import start_all_gather, start_reduce_scatter
 
 Pools = Callable[[int], RankPool]
 
 
 def _use(way: str) -> None:
-    reduce_scatter._MOST_PEERS = {"direct": 16, "collectives": 1}[way]
+    collectives._MOST_PEERS = {"direct": 16, "collectives": 1}[way]
 
 
 def _reduce(rank: int, world_size: int, way: str, dtype: torch.dtype) -> None:
@@ -105,7 +105,7 @@ import time
 import torch
 import torch.distributed as dist
 from paceline.parallel import distributed_session
-from paceline.parallel.ranks.reduce_scatter import start_reduce_scatter
+from paceline.parallel.ranks.collectives import start_reduce_scatter
 
 with distributed_session(ranks_per_host=2, timeout_s=120) as session:
     if session.rank == 1:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.collectives.measure import all_reduce_self_test
+from paceline.benchmarks.collectives import all_reduce_self_test
 from paceline.parallel import RankError, run_ranks
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.parallel import RankPool
-from paceline.training.metrics.rows import EvaluationRow, MetricsFile
+from paceline.training.metrics import EvaluationRow, MetricsFile
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
 Pools = Callable[[int], RankPool]

@@ -332,7 +332,7 @@ def test_a_delay_needs_netem_or_is_refused_by_name() -> None:
 LINK_DOWN = """
 import sys, time
 import torch
-from paceline.benchmarks.collectives.measure import Collective
+from paceline.benchmarks.collectives import Collective
 from paceline.parallel import distributed_session
 
 with distributed_session(timeout_s=8) as session:

@@ -26,7 +26,7 @@ from paceline.parallel import (
     ShardedDataParallel,
     ShardedOptimizer,
 )
-from paceline.parallel.zero.reduced_gradient import ReducedGradient
+from paceline.parallel.zero.bucket import ReducedGradient
 from tests.distributed.test_sharded_in_flight import spoilt_in_flight
 from tests.distributed.toys import (
     MODELS,

@@ -17,10 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.parallel import RankPool, ShardedDataParallel, ShardedOptimizer
 from paceline.parallel.ranks import device_clock
+from paceline.parallel.ranks.collectives import start_all_gather
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.ranks.reduce_scatter import start_all_gather
 from paceline.parallel.zero import flat_parameters
-from paceline.parallel.zero.in_flight import ArrivingParameters
+from paceline.parallel.zero.flat_parameters import ArrivingParameters
 from tests.distributed.toys import WIDTH, Layered, data, loss_of, oracle_backward
 
 Pools = Callable[[int], RankPool]

@@ -18,8 +18,8 @@ import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from paceline.parallel import distributed_session
-from paceline.parallel.ranks.supervision.heartbeats import Phase, beat, beat_final, beat_step
-from paceline.parallel.ranks.supervision.supervisor import supervise
+from paceline.parallel.ranks.heartbeats import Phase, beat, beat_final, beat_step
+from paceline.parallel.ranks.supervisor import supervise
 
 
 def rank(trouble):

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.data.format.manifest import MANIFEST, encode_manifest, read_manifest
+from paceline.checkpoint.catalog import list_checkpoints
 from paceline.data.loader.config import SourceConfig
+from paceline.data.manifest import MANIFEST, encode_manifest, read_manifest
 from paceline.data.storage import open_storage
 from paceline.parallel import RankError, RankPool, Session
 from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
-from paceline.training.checkpoint.verify import list_checkpoints
 from paceline.training.config import (
     CheckpointConfig,
     DataConfig,
@@ -32,9 +32,9 @@ from paceline.training.config import (
     ScheduleConfig,
     StepConfig,
 )
-from paceline.training.metrics.rows import EvaluationRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.metrics import EvaluationRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.recovery import explain_nonfinite
 from paceline.training.run import run
-from paceline.training.steps.nonfinite import explain_nonfinite
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 Pools = Callable[[int], RankPool]

@@ -14,8 +14,8 @@ import pytest
 from paceline.core.errors import UsageError
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
-from paceline.training.layouts.layout import layout_of
-from paceline.training.metrics.rows import EvaluationRow, MetricsFile, StepRow
+from paceline.training.layout import layout_of
+from paceline.training.metrics import EvaluationRow, MetricsFile, StepRow
 from tests.distributed.small_runs import changed, small_run, train_rank
 
 Pools = Callable[[int], RankPool]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint.catalog import list_checkpoints
 from paceline.parallel import RankPool
-from paceline.training.checkpoint.verify import list_checkpoints
 from paceline.training.config import RunConfig
 from tests.distributed.faulty_runs import BitFlip, events_of, saved_tensors, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline.checkpoint.catalog import list_checkpoints
 from paceline.parallel import RankPool
 from paceline.training.audit import audit_run
-from paceline.training.checkpoint.verify import list_checkpoints
 from paceline.training.config import RunConfig
 from paceline.training.toml_config import encode_config
 from tests.distributed.faulty_runs import Poison, events_of, saved_tensors, train_faulty

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from paceline.data.prepare import pieces
+from paceline.data.prepare import tokenize
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
 from paceline.data.tokenizer import train_bpe
@@ -39,7 +39,7 @@ FEW, MANY = 2, pytest.param(20, marks=pytest.mark.slow)
 
 @pytest.fixture
 def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
-    monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(tokenize, "SMALLEST_PIECE_BYTES", PIECE_BYTES)
     write_corpus(tmp_path / "corpus", per_file=700)
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text(train_bpe(make_documents(100), 300))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.training.metrics.rows import MetricsFile, StepRow
+from paceline.training.metrics import MetricsFile, StepRow
 from paceline.training.toml_config import encode_config
 from tests.distributed.small_runs import changed, small_run
 from tests.end_to_end.test_communication import BIN, require_lab

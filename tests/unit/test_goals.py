@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from paceline.cli.main import main, parse
-from paceline.cli.start.goals import goals_text
+from paceline.cli.start import goals_text
 from paceline.core.errors import UsageError
 
 

@@ -1,6 +1,6 @@
 """Arithmetic over frozen specs: parameters, FLOPs, memory. Pure functions, no torch."""
 
-from paceline.accounting.attention.cost import (
+from paceline.accounting.attention import (
     AttentionFlops,
     attention_flops,
     attention_saved_bytes,

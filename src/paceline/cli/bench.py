@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Generic, TypeAlias, TypeVar
 
 import tyro
 
-from paceline.benchmarks.attention.config import AttentionSweep
-from paceline.benchmarks.collectives.config import CollectiveSweep
-from paceline.benchmarks.kernels.config import KernelSweep
-from paceline.benchmarks.layouts.config import LayoutSweep
-from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
-from paceline.benchmarks.step.config import StepSweep
-from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.benchmarks.config import (
+    AttentionSweep,
+    CollectiveSweep,
+    DataParallelSweep,
+    KernelSweep,
+    LayoutSweep,
+    OptimizerSweep,
+    StepSweep,
+)
 from paceline.cli.output import (
     DEFAULT_STORE,
     Flat,
@@ -124,21 +126,21 @@ def _num_cases(sweep: Sweep) -> int:
 def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
     match sweep:
         case StepSweep():
-            from paceline.benchmarks.step.training_step import step_records
+            from paceline.benchmarks.step import step_records
 
             return step_records(sweep, on_progress)
         case AttentionSweep():
-            from paceline.benchmarks.attention.measure import attention_records
+            from paceline.benchmarks.attention import attention_records
 
             return attention_records(sweep, on_progress)
         case CollectiveSweep():
-            from paceline.benchmarks.collectives.sweep import collective_records
+            from paceline.benchmarks.collectives import collective_records
 
             return collective_records(sweep)
         case DataParallelSweep():
             import logging
 
-            from paceline.benchmarks.strategies.sweep import data_parallel_records
+            from paceline.benchmarks.strategies import data_parallel_records
 
             # Enable only the benchmarks' messages: under a launcher, the container on this rank
             # logs the same ones.
@@ -146,14 +148,14 @@ def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator
             logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
             return data_parallel_records(sweep, on_progress)
         case LayoutSweep():
-            from paceline.benchmarks.layouts.sweep import layout_records
+            from paceline.benchmarks.layouts import layout_records
 
             return layout_records(sweep, on_progress)
         case OptimizerSweep():
-            from paceline.benchmarks.optimizer_memory.sweep import optimizer_records
+            from paceline.benchmarks.optimizer_memory import optimizer_records
 
             return optimizer_records(sweep)
         case KernelSweep():
-            from paceline.benchmarks.kernels.compile import kernel_records
+            from paceline.benchmarks.kernels import kernel_records
 
             return kernel_records(sweep, on_progress)

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from paceline.benchmarks.calibration.config import CalibrationSweep
+from paceline.benchmarks.config import CalibrationSweep
 from paceline.cli.output import (
     DEFAULT_STORE,
     Flat,

@@ -28,7 +28,7 @@ class ListCommand:
 
     def run(self) -> int:
         """Prints one line per checkpoint."""
-        from paceline.training.checkpoint.verify import list_checkpoints
+        from paceline.checkpoint.catalog import list_checkpoints
 
         found = list_checkpoints(self.place)
         if self.output.json:
@@ -56,9 +56,9 @@ class VerifyCommand:
 
     def run(self) -> int:
         """Prints findings; returns 1 if there are any."""
-        from paceline.training.checkpoint.errors import CheckpointError
-        from paceline.training.checkpoint.places import open_place
-        from paceline.training.checkpoint.verify import verify_checkpoint
+        from paceline.checkpoint.catalog import verify_checkpoint
+        from paceline.checkpoint.errors import CheckpointError
+        from paceline.checkpoint.storage import open_place
 
         steps = sorted(open_place(self.place).steps()) if self.step is None else [self.step]
         if not steps:
@@ -91,8 +91,7 @@ class ExportCommand:
 
     def run(self) -> int:
         """Exports the checkpoint and prints its step and dtype."""
-        from paceline.training.exchange.export import export_model
-        from paceline.training.exchange.saved_model import open_saved_model
+        from paceline.training.exchange import export_model, open_saved_model
 
         saved = open_saved_model(self.place, self.step)
         with transfer_progress(f"step {saved.step}") as progress:
@@ -115,7 +114,7 @@ class ImportCommand:
 
     def run(self) -> int:
         """Imports the model and prints a config to stdout."""
-        from paceline.training.exchange.import_model import import_model
+        from paceline.training.exchange import import_model
         from paceline.training.toml_config import config_template
 
         sys.stdout.write(config_template(import_model(self.directory, self.out)))

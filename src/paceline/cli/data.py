@@ -22,7 +22,7 @@ from paceline.core.errors import UsageError
 from paceline.data.prepare.config import PrepareConfig, TokenizerConfig
 
 if TYPE_CHECKING:
-    from paceline.data.format.manifest import Manifest
+    from paceline.data.manifest import Manifest
     from paceline.data.storage import Storage
 
 _EXCERPT_TOKENS = 48
@@ -57,7 +57,7 @@ class PrepareCommand:
 
     def run(self) -> int:
         """Prepares the dataset and prints a summary."""
-        from paceline.data.prepare.inputs import find_prepared
+        from paceline.data.prepare.job import find_prepared
         from paceline.data.prepare.run import prepare
 
         manifest = find_prepared(self.config)
@@ -87,7 +87,7 @@ class ExportCommand:
 
     def run(self) -> int:
         """Writes the two files and prints their names."""
-        from paceline.data.format.manifest import read_manifest
+        from paceline.data.manifest import read_manifest
         from paceline.data.megatron import write_megatron
         from paceline.data.storage import open_storage
 
@@ -125,8 +125,8 @@ class ShowCommand:
 
     def run(self) -> int:
         """Prints a summary and excerpts, and draws the figure if requested."""
-        from paceline.data.format.manifest import read_manifest
-        from paceline.data.inspect.lengths import document_lengths
+        from paceline.data.inspect import document_lengths
+        from paceline.data.manifest import read_manifest
         from paceline.data.storage import open_storage
 
         storage = open_storage(self.place)
@@ -159,8 +159,8 @@ class VerifyCommand:
 
     def run(self) -> int:
         """Prints findings; returns 1 if there are any."""
-        from paceline.data.format.manifest import read_manifest
-        from paceline.data.inspect.verify import verify
+        from paceline.data.inspect import verify
+        from paceline.data.manifest import read_manifest
         from paceline.data.storage import open_storage
 
         storage = open_storage(self.place)
@@ -246,8 +246,8 @@ def _print_summary(manifest: "Manifest", place: str) -> None:
 def _beginnings(
     storage: "Storage", manifest: "Manifest", split: Literal["train", "heldout"], number: int
 ) -> list[str]:
-    from paceline.data.format.manifest import TOKENIZER
-    from paceline.data.inspect.excerpts import document_beginnings
+    from paceline.data.inspect import document_beginnings
+    from paceline.data.manifest import TOKENIZER
     from paceline.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(storage.read(TOKENIZER).decode(), manifest.end_of_document)

@@ -23,31 +23,31 @@ class EnvironmentCommand:
         """Prints the environment; raises an error if the self-test fails."""
         import torch
 
-        from paceline.benchmarks.harness import devices
+        from paceline.benchmarks.harness import records
         from paceline.parallel.ranks.hardware import describe_hardware
         from paceline.records import Record
         from paceline.records.environment import network_links
 
-        case = describe_hardware(devices.resolve_device("auto")).as_case()
+        case = describe_hardware(records.resolve_device("auto")).as_case()
         case["self_test"] = self.self_test
         metrics: dict[str, Metric] = {}
         if self.self_test:
             backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
             case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
             metrics["all_reduce_time_s"] = _self_test(backend)
-        environment = devices.current_environment()
+        environment = records.current_environment()
         record = Record(
             kind="environment", case=case, environment=environment, metrics=metrics, outcome="ok"
         )
         if self.output.json:
             print_json(record)
         else:
-            _print_table(record, links=[*devices.peer_links(), *network_links()])
+            _print_table(record, links=[*records.peer_links(), *network_links()])
         return 0
 
 
 def _self_test(backend: str) -> "Metric":
-    from paceline.benchmarks.collectives.measure import all_reduce_self_test
+    from paceline.benchmarks.collectives import all_reduce_self_test
     from paceline.parallel import run_ranks
     from paceline.records import Metric
 

@@ -39,9 +39,9 @@ class GenerateCommand:
         """Streams the text to stdout and prints the speed to stderr."""
         import torch
 
-        from paceline.data.text_stream import TextStream
+        from paceline.data.tokenizer import TextStream
         from paceline.models.generation import generate
-        from paceline.training.exchange.load import load_model
+        from paceline.training.exchange import load_model
 
         loaded = load_model(self.model, self.step)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

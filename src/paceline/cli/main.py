@@ -24,15 +24,13 @@ from paceline.cli import (
     report,
     train,
 )
-from paceline.cli.exit_codes import guarded
-from paceline.cli.lab.verb import LabCommand
+from paceline.cli.lab import LabCommand
+from paceline.cli.output import guarded
 from paceline.cli.plan.verb import PlanCommand
 from paceline.cli.scaling.loop import LoopCommand
 from paceline.cli.scaling.sweep import SweepCommand
 from paceline.cli.scaling.verb import ScalingCommand
-from paceline.cli.start.demo import DemoCommand
-from paceline.cli.start.goals import goals_text
-from paceline.cli.start.nearest import require_known_verb
+from paceline.cli.start import DemoCommand, goals_text, require_known_verb
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"

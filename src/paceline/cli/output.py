@@ -1,4 +1,7 @@
-"""Output of all verbs: results on stdout, everything else on stderr."""
+"""Output of all verbs: results on stdout, everything else on stderr.
+
+Converts the exceptions of a verb to one line on stderr and an exit code.
+"""
 
 import contextlib
 import dataclasses
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import msgspec
 import tyro
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import DISK_FULL, PacelineError, UsageError
 from paceline.core.units import format_duration
 
 if TYPE_CHECKING:
@@ -228,3 +231,44 @@ def _bar(*columns: "ProgressColumn", is_shown: bool = True) -> "Progress":
         disable=not (is_shown and console.is_terminal),
         transient=True,
     )
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Runs a verb and returns its exit code; prints expected errors as one line."""
+    try:
+        exit_code = run()
+        sys.stdout.flush()
+    except PacelineError as error:
+        sys.stderr.write(f"paceline: error: {error}\n")
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "paceline").partition(".")[0]
+        if package == "paceline":
+            raise
+        sys.stderr.write(f"paceline: error: {_missing(package)}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("paceline: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout again at exit, so redirect it to /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.filename is None and error.errno not in DISK_FULL:
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        remedy = "free disk space" if error.errno in DISK_FULL else "name another path"
+        sys.stderr.write(f"paceline: error: {where}{error.strerror}; {remedy}\n")
+        return 1
+    return exit_code
+
+
+def _missing(package: str) -> str:
+    """Returns the error message for a missing package, with a remedy."""
+    if package == "torch":
+        return (
+            "torch is not installed, and this command needs it; pip install torch (the CPU build "
+            "if there is no GPU); plan, scaling, data, report and lab work without torch"
+        )
+    return f"the package {package} is not installed; pip install {package}"

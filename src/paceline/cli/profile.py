@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.layouts.config import LayoutSweep
-from paceline.benchmarks.step.config import StepSweep
-from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.benchmarks.config import DataParallelSweep, LayoutSweep, StepSweep
 from paceline.cli.output import (
     Flat,
     OutputOptions,
@@ -50,7 +48,7 @@ class ProfileDdpCommand:
 
     def run(self) -> int:
         """Traces steps, stores the records, draws and prints."""
-        from paceline.benchmarks.strategies.profile import trace_data_parallel
+        from paceline.benchmarks.strategies_profile import trace_data_parallel
 
         return _trace(self, functools.partial(trace_data_parallel, self.sweep), "timelines")
 
@@ -71,7 +69,7 @@ class ProfileLayoutCommand:
 
     def run(self) -> int:
         """Traces steps, stores the records, draws and prints."""
-        from paceline.benchmarks.layouts.profile import trace_layouts
+        from paceline.benchmarks.layouts import trace_layouts
 
         return _trace(self, functools.partial(trace_layouts, self.sweep), "pipelines")
 
@@ -95,7 +93,7 @@ class ProfileStepCommand:
                 "a trace shows one case; give one value to every flag that takes a list"
             )
 
-        from paceline.benchmarks.step.profile import profile_step
+        from paceline.benchmarks.step_profile import profile_step
 
         return _trace(self, functools.partial(profile_step, cases[0]), "memory-timeline")
 
@@ -111,8 +109,8 @@ class TraceCommand:
     def run(self) -> int:
         """Analyses the trace and prints tables."""
         from paceline.records.environment import capture_environment
+        from paceline.traces.analysis import analyse_trace
         from paceline.traces.records import operator_records, step_records
-        from paceline.traces.steps.analysis import analyse_trace
 
         with byte_progress(self.trace) as advance:
             analysis = analyse_trace(self.trace, advance)

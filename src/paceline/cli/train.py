@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.harness.config import ModelName
-from paceline.cli.exit_codes import guarded
-from paceline.cli.output import Flat, OutputOptions, print_json, say
+from paceline.benchmarks.config import ModelName
+from paceline.cli.output import Flat, OutputOptions, guarded, print_json, say
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.processes import STOPPED, die_with_agent, termination_as_exit
 
 if TYPE_CHECKING:
     from paceline.core.plan import Estimate
-    from paceline.parallel.ranks.supervision.supervisor import Restart
+    from paceline.parallel.ranks.supervisor import Restart
     from paceline.training.config import RunConfig
     from paceline.training.forecast import Forecast
 
@@ -145,7 +144,7 @@ class TrainCommand:
     def _supervise(self, config: "RunConfig") -> int:
         # CUDA initialised here would be unusable in forked ranks, so torch queries NVML instead.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        from paceline.parallel.ranks.supervision.supervisor import supervise
+        from paceline.parallel.ranks.supervisor import supervise
         from paceline.training.preload import preload
 
         num_ranks = self._require_startable(config)
@@ -161,10 +160,10 @@ class TrainCommand:
     def _be_rank(self, config: "RunConfig", restarts: "tuple[Restart, ...]") -> int:
         """Trains as one rank, or starts the ranks that train."""
         from paceline.parallel import distributed_session
-        from paceline.parallel.ranks.supervision.heartbeats import beat_final
+        from paceline.parallel.ranks.heartbeats import beat_final
         from paceline.training.elastic.launch import REPLICA
+        from paceline.training.health.errors import AgreedError
         from paceline.training.run import run
-        from paceline.training.watch.errors import AgreedError
 
         with distributed_session(
             ranks_per_host=1 if REPLICA in os.environ else self.ranks,
@@ -236,7 +235,7 @@ class TrainCommand:
 
 def _remember(config: "RunConfig") -> None:
     """Adds a run to the history of predictions; a write error does not fail the run."""
-    from paceline.training.remember import remember_run
+    from paceline.training.history import remember_run
 
     try:
         remember_run(config)

@@ -1,8 +1,7 @@
 """Specs, presets and hardware: the frozen descriptions that all other packages take as input."""
 
-from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import HardwareError, PacelineError, RecordError, ShapeError, UsageError
-from paceline.core.hardware import Device, Link, SourcedValue
+from paceline.core.hardware import Device, Link, SourcedValue, find_device, known_devices
 from paceline.core.plan import Estimate, ParallelLayout, Plan
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import BatchShape, DType, ModelShape, Precision, precision_preset

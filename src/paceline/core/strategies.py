@@ -1,4 +1,7 @@
-"""Names of the data-parallel strategies, which keep the ranks' weights equal."""
+"""Names of the data-parallel strategies, which keep the ranks' weights equal.
+
+Names of the collectives that Paceline measures and accounts for.
+"""
 
 from typing import Literal, cast, get_args
 
@@ -78,3 +81,17 @@ def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> No
             f"--precision float16 scales the loss, and {blind[0]} cannot unscale sharded "
             "gradients; use bfloat16"
         )
+
+
+Operation = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "reduce_to_owners",
+    "gather_from_owners",
+]
+"""The last two are the reduce-scatter and all-gather of the sharded containers, implemented with
+the cheapest calls of the backend."""

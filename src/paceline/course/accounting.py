@@ -7,13 +7,13 @@ convention open, the answer covers both: GB and GiB, sequential and overlapped c
 
 import math
 
-from paceline.accounting.communication.compute_bound import (
+from paceline.accounting.explanation import Explanation, WorkedLine
+from paceline.accounting.overlap import (
     Communications,
     best_fsdp,
     smallest_batch_tokens,
     smallest_batch_tokens_of_any_mesh,
 )
-from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import ShapeError
 from paceline.core.specs import ModelShape

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.data.format.manifest import (
+from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
     Manifest,
     SplitName,

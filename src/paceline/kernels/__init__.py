@@ -7,10 +7,7 @@ from paceline.kernels.attention.api import (
     flash_attention,
     resolve_implementation,
 )
-from paceline.kernels.attention.autograd_functions import (
-    TiledAttentionFunction,
-    TritonAttentionFunction,
-)
+from paceline.kernels.attention.op import TiledAttentionFunction, TritonAttentionFunction
 from paceline.kernels.attention.reference import attention_reference
 
 __all__ = [

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from paceline.core.processes import termination_as_exit, wait_for_group
-from paceline.lab.network import INTERFACE, Host, hosts
+from paceline.lab.network import INTERFACE, Host, LinkShape, hosts
 from paceline.lab.probe import measure_link
 from paceline.lab.rank import rank_command
-from paceline.lab.shaping import LinkShape
 from paceline.records.environment import threads_per_rank
 from paceline.records.links import link_variables
 

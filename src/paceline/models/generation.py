@@ -9,8 +9,7 @@ from torch import Tensor
 from paceline.core.errors import UsageError
 from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.models.layers import LayerCache
-from paceline.models.stage import TransformerStage
-from paceline.models.transformer import TransformerLM
+from paceline.models.transformer import TransformerLM, TransformerStage
 
 
 def generate(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from paceline.accounting.communication.buckets import assign_largest_first, equal_share
+from paceline.accounting.buckets import assign_largest_first, equal_share
 from paceline.core.errors import UsageError
 from paceline.parallel.buckets import BucketPlan, Slot, TensorSpec, place_tensors, plan_buckets
 

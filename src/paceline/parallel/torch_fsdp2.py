@@ -23,14 +23,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from paceline.parallel.fsdp.traffic import Traffic
-from paceline.parallel.reducer.backward_pass import (
+from paceline.parallel.backward_pass import (
     OUTSIDE_BACKWARD,
     SynchronizationStats,
+    SyncState,
     current_pass,
 )
-from paceline.parallel.reducer.module_checks import tensors_in
-from paceline.parallel.reducer.settings import SyncState
+from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.module_checks import tensors_in
 
 
 class TorchTraffic:

@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError, UsageError
+from paceline.core.hardware import find_device
 from paceline.core.units import format_decimal
 from paceline.records.kinds import LINK_DELAY, LINK_FIELDS, LINK_LOSS, LINK_RATE, MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue

@@ -5,15 +5,15 @@ fit, `decide` picks a model for a budget, and `propose_runs` selects which candi
 """
 
 from paceline.core.finding import Finding
-from paceline.scaling.allocation.decide import Decision, decide
-from paceline.scaling.checks.diagnose import diagnose
-from paceline.scaling.experiments.candidates import CandidateRun, candidate_runs, propose_runs
+from paceline.scaling.candidates import CandidateRun, candidate_runs, propose_runs
+from paceline.scaling.decide import Decision, decide
+from paceline.scaling.diagnose import diagnose
 from paceline.scaling.fits.all_methods import ScalingFit, fit
 from paceline.scaling.fits.prediction import Prediction, predict
-from paceline.scaling.runs.readers import read_sweep
-from paceline.scaling.runs.sweep import Sweep
-from paceline.scaling.runs.synthetic import SweepDesign, synthetic_sweep
+from paceline.scaling.readers import read_sweep
 from paceline.scaling.surface import LossSurface
+from paceline.scaling.sweep import Sweep
+from paceline.scaling.synthetic import SweepDesign, synthetic_sweep
 
 __all__ = [
     "CandidateRun",

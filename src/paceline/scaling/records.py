@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.records import Metric, Record, capture_environment
-from paceline.scaling.allocation.decide import Decision
-from paceline.scaling.checks.claims import AllocationCost
-from paceline.scaling.experiments.candidates import Candidate
-from paceline.scaling.experiments.design import Belief
+from paceline.scaling.candidates import Candidate
+from paceline.scaling.claims import AllocationCost
+from paceline.scaling.decide import Decision
+from paceline.scaling.design import Belief
 from paceline.scaling.surface import compute_for, tokens_for
 
 _NORMAL_90 = 1.645

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from paceline.core.units import NANOSECOND
 from paceline.records import Metric, Record
 from paceline.records.environment import Environment
-from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis
-from paceline.traces.steps.operators import OperatorTime
+from paceline.traces.analysis import StepOverlap, TraceAnalysis
+from paceline.traces.operators import OperatorTime
 
 ALL_OPERATORS = "all"
 """Replaces the operator's name in rows that sum all operators of a class."""

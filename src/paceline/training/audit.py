@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.data.loader.batches import BatchReader
 from paceline.data.sampling.audit import AuditFinding, AuditRow, audit_row, check_audit
 from paceline.training.config import RunConfig
-from paceline.training.metrics.rows import (
+from paceline.training.metrics import (
     FIRST_SAMPLE,
     NUM_SAMPLES,
     SKIPPED,

@@ -19,7 +19,7 @@ from paceline.core.strategies import (
 )
 from paceline.core.units import GB
 from paceline.data.loader.config import LoaderConfig, SourceConfig
-from paceline.training.watch.config import WatchConfig
+from paceline.training.health.config import WatchConfig
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]

@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.data.format.manifest import TOKENIZER, read_manifest
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.torch_batches import TorchLoader
+from paceline.data.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import Tokenizer
 from paceline.models.generation import generate
-from paceline.parallel.mesh.loss import summed_loss
 from paceline.parallel.mesh.pipeline import Context
-from paceline.training.build import Trainee
+from paceline.parallel.mesh.tensor import summed_loss
 from paceline.training.config import RunConfig, num_passes
-from paceline.training.steps.micro_batches import micro_batches
-from paceline.training.steps.share import BatchShare
+from paceline.training.data_shard import BatchShare, micro_batches
+from paceline.training.parallelize import Trainee
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

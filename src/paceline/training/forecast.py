@@ -12,11 +12,11 @@ from paceline.core.runnable import needs_mesh
 from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
-from paceline.prediction.calibration_records import calibrations
-from paceline.prediction.step import strategy_step_terms
+from paceline.predict.calibration import calibrations
+from paceline.predict.step import strategy_step_terms
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig
-from paceline.training.layouts.layout import layout_of
+from paceline.training.layout import layout_of
 
 MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "

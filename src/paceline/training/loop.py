@@ -5,35 +5,85 @@
 
 Everything that ranks must agree on (loss, whether to update, whether to stop) is a result of the
 step itself, so that no rank ever leaves the loop alone. The checks made meanwhile are in `watch/`.
+
+Samples step metrics that are expensive to measure, every few steps.
 """
 
 import dataclasses
 import time
 from typing import Literal
 
+import torch
+from torch import nn
+
+from paceline.core.host_memory import resident_bytes
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.parallel import Session
-from paceline.parallel.ranks.supervision.heartbeats import Phase, beat, beat_step
-from paceline.training.build import Trainee
+from paceline.parallel.ranks.heartbeats import Phase, beat, beat_step
+from paceline.parallel.strategies import record_statistics, synchronization_stats
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut, Sampler
-from paceline.training.metrics.observers import Observer
-from paceline.training.metrics.probe import StepProbe
-from paceline.training.metrics.rows import (
-    CHECKPOINT,
-    SAVED,
-    STARTED,
-    EvaluationRow,
-    EventRow,
-    StepRow,
-)
-from paceline.training.run_state import RunStates
+from paceline.training.health.monitor import Watch
+from paceline.training.metrics import CHECKPOINT, SAVED, STARTED, EvaluationRow, EventRow, StepRow
+from paceline.training.observers import Observer
+from paceline.training.optimizers import learning_rate_factor, set_learning_rate
+from paceline.training.parallelize import Trainee
+from paceline.training.recovery import Recovery
+from paceline.training.run_checkpointer import RunStates
 from paceline.training.signals import StopRequest
-from paceline.training.steps.optimizers import set_learning_rate
-from paceline.training.steps.schedule import learning_rate_factor
-from paceline.training.steps.step import TrainingStep
-from paceline.training.watch.recovery import Recovery
-from paceline.training.watch.watch import Watch
+from paceline.training.step import TrainingStep
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Look:
+    """Sampled metrics of a step; None if not sampled or not available."""
+
+    exposed_communication_s: float | None = None
+    memory_bytes: int | None = None
+
+
+class StepProbe:
+    """Samples every n-th step.
+
+    Args:
+        model: The model, wrapped by its strategy.
+        device: Device to compute on.
+        every_steps: Steps between samples.
+        enabled: Whether this rank samples at all.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, every_steps: int, *, enabled: bool = True
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._every_steps = every_steps
+        self._is_enabled = enabled
+
+    def prepare(self, step: int) -> None:
+        """Enables communication statistics for the steps to be sampled, and only for these."""
+        if self._is_enabled:
+            record_statistics(self._model, self._is_due(step))
+
+    def look(self, step: int) -> Look:
+        """Returns the metrics of the step that just ended, if it is to be sampled."""
+        if not self._is_enabled or not self._is_due(step):
+            return Look()
+        stats = synchronization_stats(self._model)
+        return Look(
+            exposed_communication_s=None if stats is None else stats.exposed_wait_s,
+            memory_bytes=memory_in_use_bytes(self._device),
+        )
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._every_steps == 0
+
+
+def memory_in_use_bytes(device: torch.device) -> int:
+    """Returns the peak of a GPU's tensors since the start, or this process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resident_bytes()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

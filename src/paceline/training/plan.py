@@ -13,7 +13,7 @@ from paceline.core.presets import model_preset
 from paceline.core.runnable import Work, require_runnable
 from paceline.core.specs import ModelShape, require_buildable
 from paceline.core.strategies import StrategyName
-from paceline.prediction.records import STEP
+from paceline.predict.backtest import STEP
 from paceline.records import Record, RecordStore, decode_plan
 from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import PREDICTION

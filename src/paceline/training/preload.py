@@ -9,7 +9,7 @@ _LATE = (
     "numpy.random",
     "rich.live",
     "paceline.training.run",
-    "paceline.training.checkpoint.torch_storage.reader",
+    "paceline.checkpoint.dcp_reader",
 )
 
 

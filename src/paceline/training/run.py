@@ -1,4 +1,7 @@
-"""Runs training on one rank: creates the run directory and the model, then enters the loop."""
+"""Runs training on one rank: creates the run directory and the model, then enters the loop.
+
+Creates the observers of a run on its first rank, and the expectation that they receive.
+"""
 
 import pathlib
 import time
@@ -6,31 +9,107 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
+from rich.console import Console
 
 from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
 from paceline.core.plan import Estimate
-from paceline.data.format.manifest import TOKENIZER, read_manifest
+from paceline.core.specs import precision_preset
+from paceline.data.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
-from paceline.parallel.ranks.hardware import usable_memory_bytes
-from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
-from paceline.parallel.ranks.supervision.supervisor import Restart
+from paceline.parallel.ranks.hardware import (
+    describe_hardware,
+    memory_limit_bytes,
+    peak_flops,
+    usable_memory_bytes,
+)
+from paceline.parallel.ranks.heartbeats import Phase, beat
+from paceline.parallel.ranks.supervisor import Restart
 from paceline.records.environment import capture_environment
-from paceline.training.build import build
 from paceline.training.config import RunConfig
 from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, require_fit
-from paceline.training.layouts.layout import layout_of
+from paceline.training.layout import layout_of
 from paceline.training.loop import RunOutcome, train
-from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.observers import Observer, Observers
-from paceline.training.metrics.restarts import RestartTeller
-from paceline.training.metrics.sinks import require_sinks
-from paceline.training.metrics.watchers import expect, make_observers
-from paceline.training.run_files import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, EXPECTATION
-from paceline.training.run_state import RunStates
+from paceline.training.metrics import Expectation, MetricsFile
+from paceline.training.observers import (
+    FileObserver,
+    LogObserver,
+    Observer,
+    Observers,
+    RestartTeller,
+)
+from paceline.training.panel import PanelObserver
+from paceline.training.parallelize import build
+from paceline.training.record import RecordObserver
+from paceline.training.run_checkpointer import RunStates
+from paceline.training.run_files import (
+    CHECKPOINTS,
+    CONFIG,
+    DIVERGED,
+    ENVIRONMENT,
+    EXPECTATION,
+    METRICS,
+)
 from paceline.training.signals import StopRequest
+from paceline.training.sinks import make_sinks, require_sinks
 from paceline.training.toml_config import encode_config
+
+
+def make_observers(config: RunConfig, session: Session, expected: Expectation) -> list[Observer]:
+    """Creates the observers: metrics file, record, panel or log, and trackers."""
+    directory = pathlib.Path(config.out)
+    return [
+        FileObserver(MetricsFile(directory / METRICS)),
+        RecordObserver(config, session, expected),
+        _panel_or_log(config, expected),
+        *make_sinks(config, directory, expected),
+    ]
+
+
+def expect(
+    config: RunConfig,
+    session: Session,
+    calibration: pathlib.Path | None,
+    final_loss: Estimate | None = None,
+) -> Expectation:
+    """Returns the predictions and limits of a run on these ranks before its first step.
+
+    Args:
+        config: The run.
+        session: Distributed session of rank 0.
+        calibration: Records of ``paceline calibrate``, to predict the step time from.
+        final_loss: Predicted final loss, if any.
+    """
+    precision = precision_preset(config.training.precision)
+    peak = peak_flops(describe_hardware(session.device), precision)
+    limit = memory_limit_bytes(session.device)
+    if limit is not None and session.device.type == "cpu":
+        limit //= session.placement.local_world_size  # Local ranks share one memory.
+    known = Expectation(
+        num_steps=config.training.steps,
+        tokens_per_step=config.tokens_per_step,
+        peak_flops_per_s=None if peak is None else peak * session.world_size,
+        memory_limit_bytes=limit,
+        final_loss=final_loss,
+    )
+    if config.model.hugging_face is not None:  # Nothing is predicted for other models.
+        return known
+    predicted = forecast(config, session.world_size, calibration)
+    return msgspec.structs.replace(
+        known,
+        flops_per_step=predicted.flops / predicted.num_steps,
+        memory_bytes=None if predicted.memory is None else predicted.memory.total,
+        step_time_s=predicted.step_time_s,
+    )
+
+
+def _panel_or_log(config: RunConfig, expected: Expectation) -> Observer:
+    """Returns a panel if stderr is a terminal, otherwise a log."""
+    console = Console(stderr=True)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return PanelObserver(pathlib.Path(config.out).name, expected, console)
+    return LogObserver(config.logging.every_steps, expected)
 
 
 class OutOfMemoryError(PacelineError):

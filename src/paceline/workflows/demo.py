@@ -19,12 +19,12 @@ import msgspec
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import StrategyName
 from paceline.lab.network import LabError, hosts
-from paceline.prediction.history import HistoryEntry, history_path, read_history
+from paceline.predict.history import HistoryEntry, history_path, read_history
 from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.runs.story import plot_story
 from paceline.reports.plots.style import save_as
 from paceline.training.forecast import forecast
-from paceline.training.remember import predicted_and_measured
+from paceline.training.history import predicted_and_measured
 from paceline.training.toml_config import read_config
 from paceline.workflows.last_words import last_words
 from paceline.workflows.sweep.progress import progress_text

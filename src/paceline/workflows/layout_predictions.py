@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from paceline.benchmarks.layouts.layout_text import parse_layout
+from paceline.benchmarks.config import parse_layout
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape, Precision
 from paceline.planner.calibrations.ranks import cluster_of_ranks
 from paceline.planner.cost.cluster import Cluster
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.step_time import step_time
-from paceline.planner.trainer.memory import TrainerStep, trainer_peak_bytes
-from paceline.prediction.calibration import Calibration
-from paceline.prediction.calibration_records import TOPOLOGY_FIELDS, calibrations
+from paceline.planner.trainer_memory import TrainerStep, trainer_peak_bytes
+from paceline.predict.calibration import TOPOLOGY_FIELDS, Calibration, calibrations
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import MODEL_FIELDS, PREDICTION, PREDICTS
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.accounting import flops_per_token
+from paceline.accounting.flops import model_segments
 from paceline.accounting.memory.model_states import parameter_sizes
-from paceline.accounting.step_work import model_segments
 from paceline.core import ModelShape
 from paceline.models import TransformerLM, next_token_loss
 

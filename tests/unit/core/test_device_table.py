@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.core.device_table import find_device, known_devices
 from paceline.core.errors import HardwareError
-from paceline.core.hardware import Device, SourcedValue
+from paceline.core.hardware import Device, SourcedValue, find_device, known_devices
 from paceline.core.specs import DType
 from paceline.core.units import GB
 

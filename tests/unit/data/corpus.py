@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.format.manifest import Manifest, SplitName, documents_name, tokens_name
+from paceline.data.manifest import Manifest, SplitName, documents_name, tokens_name
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.storage import open_storage
 

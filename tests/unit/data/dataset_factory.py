@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.format.manifest import (
+from paceline.data.manifest import (
     MANIFEST,
     SCHEMA,
     TOKENIZER,

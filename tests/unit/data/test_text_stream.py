@@ -4,8 +4,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
-from paceline.data.text_stream import TextStream
-from paceline.data.tokenizer import Tokenizer, byte_tokenizer_json, train_bpe
+from paceline.data.tokenizer import TextStream, Tokenizer, byte_tokenizer_json, train_bpe
 
 TEXT = "Naïve: 你好, 👩‍👩‍👧 — done."
 

@@ -2,7 +2,7 @@ import pytest
 
 from paceline.core import UsageError
 from paceline.lab import LinkShape
-from paceline.lab.shaping import parse_loss
+from paceline.lab.network import parse_loss
 
 
 def test_a_loss_is_a_percentage() -> None:

@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.accounting.communication.buckets import EDGE_BYTES
-from paceline.parallel.buckets import Bucket, TensorSpec, plan_buckets, tensor_spec, view_like
-from paceline.parallel.ranks.rank_weight import RankWeight
+from paceline.accounting.buckets import EDGE_BYTES
+from paceline.parallel.buckets import (
+    Bucket,
+    RankWeight,
+    TensorSpec,
+    plan_buckets,
+    tensor_spec,
+    view_like,
+)
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.elastic.gradients import ReplicaGradients
+from paceline.parallel.elastic import ReplicaGradients
 
 
 class _Work:

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.parallel import ddp
 from paceline.parallel.buckets import Bucket
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.reducer import base
 from tests.unit.parallel.simulation.containers import bucketed, fully_sharded, sharded
 from tests.unit.parallel.simulation.device import Device, Event, Stream
 from tests.unit.parallel.simulation.group import simulated_ranks
@@ -230,7 +230,7 @@ FAULTS: dict[str, tuple[Any, Any]] = {
     ),
     "ranks launch in orders of their own": (
         bucketed,
-        lambda: mock.patch.object(base, "plan_buckets", _by_rank(base.plan_buckets)),
+        lambda: mock.patch.object(ddp, "plan_buckets", _by_rank(ddp.plan_buckets)),
     ),
 }
 """The container of each case, and the patch that injects the fault."""

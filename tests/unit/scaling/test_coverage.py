@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from paceline.scaling import LossSurface, SweepDesign, synthetic_sweep
-from paceline.scaling.fits.bootstrap import draw_counts
 from paceline.scaling.fits.parametric import fit_parametric
-from paceline.scaling.runs.synthetic import Departure
+from paceline.scaling.sweep import draw_counts
+from paceline.scaling.synthetic import Departure
 from scripts.scaling_coverage import coverage_study, warning_study
 
 

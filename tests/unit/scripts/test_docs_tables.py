@@ -6,7 +6,7 @@ from docs_tables import repeats_table
 
 from paceline.core import UsageError
 from paceline.records import Metric, Record
-from tests.unit.prediction.calibration_cases import make_records
+from tests.unit.predict.calibration_cases import make_records
 
 
 def _scaled(records: list[Record], factor: float) -> list[Record]:

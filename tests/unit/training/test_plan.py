@@ -6,7 +6,7 @@ from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_pres
 from paceline.core.errors import PacelineError, UsageError
 from paceline.records import RecordStore, encode_plan
 from paceline.records.kinds import PREDICTION
-from paceline.training.layouts.layout import layout_of
+from paceline.training.layout import layout_of
 from paceline.training.plan import read_plan
 from paceline.training.toml_config import decode_config
 from tests.unit.record_factory import make_record

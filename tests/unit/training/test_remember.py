@@ -6,9 +6,9 @@ import shutil
 import msgspec
 import pytest
 
-from paceline.prediction.history import read_history
-from paceline.training.metrics.expectation import Expectation
-from paceline.training.remember import remember_run
+from paceline.predict.history import read_history
+from paceline.training.history import remember_run
+from paceline.training.metrics import Expectation
 from paceline.training.run_files import CONFIG, EXPECTATION
 from paceline.training.toml_config import read_config
 

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import torch
 
-from paceline.parallel.elastic.members import Members
+from paceline.parallel.elastic import Members
 from paceline.training.config import RunConfig
 from paceline.training.elastic.data import ReplicaData
 from tests.distributed.small_runs import small_run

@@ -6,8 +6,8 @@ from paceline.core.specs import BatchShape
 from paceline.records import Record, join_key
 from paceline.records.schema import model_case_fields
 from paceline.workflows.layout_predictions import layout_predictions
-from tests.unit.prediction.calibration_cases import PLACE, make_records
-from tests.unit.prediction.calibration_cases import make_record as make_calibrated
+from tests.unit.predict.calibration_cases import PLACE, make_records
+from tests.unit.predict.calibration_cases import make_record as make_calibrated
 from tests.unit.record_factory import make_record
 
 _PLACE = {name: value for name, value in PLACE.items() if name != "dtype"}

@@ -30,12 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.accounting.communication.buckets import (
-    aligned,
-    assign_largest_first,
-    divide_into_buckets,
-)
-from paceline.accounting.memory.shards import cut_unit
+from paceline.accounting.buckets import aligned, assign_largest_first, cut_unit, divide_into_buckets
 from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
 from paceline.core.strategies import (

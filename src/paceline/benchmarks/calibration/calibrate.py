@@ -14,21 +14,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.calibration.compute import Probe, make_probes
-from paceline.benchmarks.calibration.config import (
+from paceline.benchmarks.calibration.compute import Probe, engine_probes, make_probes
+from paceline.benchmarks.calibration.contention import ContentionTimes, measure_contention
+from paceline.benchmarks.collectives import CollectiveTimes, fit_records, measure_collective
+from paceline.benchmarks.config import (
     CALIBRATED_OPERATIONS,
     CalibrationSweep,
+    CollectiveCase,
     ComputeShapes,
 )
-from paceline.benchmarks.calibration.contention import ContentionTimes, measure_contention
-from paceline.benchmarks.calibration.engine import engine_probes
-from paceline.benchmarks.collectives.config import CollectiveCase
-from paceline.benchmarks.collectives.measure import CollectiveTimes, measure_collective
-from paceline.benchmarks.collectives.sweep import fit_records
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import measured
-from paceline.core.collectives import Operation
+from paceline.core.strategies import Operation
 from paceline.core.units import KIB, MIB
 from paceline.kernels import resolve_implementation
 from paceline.parallel.ranks.collectives import mean_over_ranks, reduce_numbers

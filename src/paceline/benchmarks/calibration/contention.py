@@ -13,13 +13,16 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.collectives.measure import CollectiveTimes
-from paceline.core.collectives import Operation
+from paceline.benchmarks.collectives import CollectiveTimes
+from paceline.core.strategies import Operation
 from paceline.core.units import MIB
-from paceline.parallel.ranks.collectives import mean_over_ranks
+from paceline.parallel.module_checks import resolve_group
+from paceline.parallel.ranks.collectives import (
+    mean_over_ranks,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.ranks.reduce_scatter import start_all_gather, start_reduce_scatter
-from paceline.parallel.reducer.module_checks import resolve_group
 
 _MESSAGE_BYTES = 4 * MIB
 _MOST_MESSAGES = 300

@@ -1,4 +1,6 @@
-"""Runs each case in a separate process, with a memory limit and a time limit.
+"""Turns cases into records: skips what cannot run or fit, and runs the rest in isolation.
+
+Runs each case in a separate process, with a memory limit and a time limit.
 
 Linux answers memory exhaustion with SIGKILL: a case that runs out of memory must not kill the
 sweep. In a fresh process, no case inherits another's caches, compiled code or peak memory. The
@@ -13,13 +15,25 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
+
+from paceline.benchmarks.config import RunLimits, TimedCase
+from paceline.benchmarks.harness.measure import Progress
+from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.core.errors import is_out_of_memory
 from paceline.core.processes import deaf_to_interrupts, die_with_parent
-from paceline.core.units import format_binary_bytes
+from paceline.core.units import GIB, format_binary_bytes
+from paceline.parallel.ranks.hardware import (
+    HardwareLocation,
+    describe_hardware,
+    usable_memory_bytes,
+)
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.schema import Outcome
 
 Result = TypeVar("Result")
 
@@ -125,3 +139,52 @@ def _failure(error: BaseException) -> tuple[str, None, str]:
         return "out_of_memory", None, first_line or type(error).__name__
     traceback.print_exception(error, file=sys.stderr)
     return "failed", None, f"{type(error).__name__}: {first_line}"
+
+
+Case = TypeVar("Case", bound=TimedCase)
+
+# Time to start a process, to compile, and to finish the step that exceeds the limit.
+_GRACE_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject(Generic[Case]):
+    """The functions that a sweep needs for one kind of case."""
+
+    kind: str
+    measure: Callable[[Case, Progress], Mapping[str, Metric]]
+    case_fields: Callable[[Case, HardwareLocation], dict[str, CaseValue]]
+    minimum_bytes: Callable[[Case], int]
+    obstacle: Callable[[Case, torch.device], str | None] = lambda _case, _device: None
+    """Returns why a case of any size cannot run on a device; by default None: every case can."""
+
+
+def isolated_records(
+    subject: Subject[Case], cases: Iterable[Case], limits: RunLimits, on_progress: Progress
+) -> Iterator[Record]:
+    """Measures every case; a failure becomes a record and does not end the sweep."""
+    for case in cases:
+        device = resolve_device(case.device)
+        usable = usable_memory_bytes(device)
+        if limits.memory_limit_gib is not None:
+            usable = int(limits.memory_limit_gib * GIB)
+        metrics: Mapping[str, Metric] = {}
+        outcome: Outcome = "skipped"
+        reason = subject.obstacle(case, device)
+        needed = subject.minimum_bytes(case)
+        if reason is None and usable is not None and needed > usable:
+            reason = (
+                f"needs at least {format_binary_bytes(needed)}, but only "
+                f"{format_binary_bytes(usable)} may be used"
+            )
+        if reason is None:
+            run = run_isolated(
+                subject.measure,
+                case,
+                memory_limit_bytes=usable if device.type == "cpu" else None,
+                timeout_s=case.time_limit_s * 2 + _GRACE_S,
+                on_progress=on_progress,
+            )
+            metrics, outcome, reason = run.result or {}, run.outcome, run.reason
+        fields = subject.case_fields(case, describe_hardware(device))
+        yield measured(subject.kind, fields, metrics, outcome=outcome, reason=reason)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.benchmarks.harness.config import RankSweep
-from paceline.benchmarks.harness.devices import resolve_device
+from paceline.benchmarks.config import RankSweep
+from paceline.benchmarks.harness.records import resolve_device
 from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session, is_launched
 from paceline.parallel.ranks.hardware import describe_hardware

@@ -16,7 +16,7 @@ from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from paceline.planner.goodput.constants import Constants
+    from paceline.planner.goodput.options import Constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,8 @@ class GoodputCommand:
         return self._replay() if self.replay else self._simulate()
 
     def _simulate(self) -> int:
-        from paceline.planner.goodput.constants import ASSUMPTIONS, LLAMA3_DEVICE_INTERVAL_H
-        from paceline.planner.goodput.options import options
-        from paceline.planner.goodput.records import option_records
+        from paceline.planner.goodput.options import ASSUMPTIONS, LLAMA3_DEVICE_INTERVAL_H, options
+        from paceline.planner.goodput.simulate import option_records
         from paceline.records import capture_environment
         from paceline.reports.tables.goodput import gains_table, goodput_table
 
@@ -125,8 +124,8 @@ class GoodputCommand:
         return 0
 
     def _replay(self) -> int:
-        from paceline.planner.goodput.constants import LLAMA3_EFFECTIVE
-        from paceline.planner.goodput.records import replay_records
+        from paceline.planner.goodput.options import LLAMA3_EFFECTIVE
+        from paceline.planner.goodput.simulate import replay_records
         from paceline.records import capture_environment
         from paceline.reports.tables.goodput import replay_table
 
@@ -150,7 +149,7 @@ class GoodputCommand:
         return {name: float(value) for name, value in given.items() if value is not None}
 
     def _constants(self, changes: dict[str, float]) -> "Constants":
-        from paceline.planner.goodput.constants import CONSTANTS
+        from paceline.planner.goodput.options import CONSTANTS
 
         return dataclasses.replace(CONSTANTS[self.constants], **changes)
 

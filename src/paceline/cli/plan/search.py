@@ -1,4 +1,7 @@
-"""``paceline plan search``: searches all layouts for the fastest one."""
+"""``paceline plan search``: searches all layouts for the fastest one.
+
+``paceline plan budget``: finds how many devices spend a FLOP budget by a deadline.
+"""
 
 import dataclasses
 import pathlib
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.harness.config import listed
+from paceline.benchmarks.config import ModelName, listed
 from paceline.cli.output import (
     Flat,
     OutputOptions,
@@ -16,17 +19,23 @@ from paceline.cli.output import (
     stdout_console,
     work_progress,
 )
-from paceline.cli.plan.quantities import parse_count
-from paceline.cli.plan.search_options import ClusterOptions
+from paceline.cli.plan.options import UNNAMED_CONTEXT, ClusterOptions, parse_count, parse_days
 from paceline.core.errors import UsageError
-from paceline.core.presets import find_preset, mixture_names, preset_names, preset_spelling
+from paceline.core.presets import (
+    find_preset,
+    mixture_names,
+    model_preset,
+    preset_names,
+    preset_spelling,
+)
 from paceline.core.runnable import Work, refusals
+from paceline.core.specs import ModelShape
 
 if TYPE_CHECKING:
-    from paceline.planner.search.advice import Change, FrontPoint
-    from paceline.planner.search.compare import Comparison
-    from paceline.planner.search.run_estimate import RunEstimate
+    from paceline.planner.search.advice import Change, Comparison, FrontPoint
+    from paceline.planner.search.budget import Budget, RunEstimate
     from paceline.planner.search.search import SearchResult
+
 
 SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), preset_spelling)]
 """A dense or mixture-of-experts preset."""
@@ -69,8 +78,7 @@ class SearchCommand:
 
     def run(self) -> int:
         """Searches and prints the best layouts."""
-        from paceline.planner.search.advice import variations, what_helps
-        from paceline.planner.search.compare import compare
+        from paceline.planner.search.advice import compare, variations, what_helps
         from paceline.planner.search.search import search
 
         shape, experts = find_preset(self.model)
@@ -105,7 +113,7 @@ class SearchCommand:
         return 0
 
     def _run_of(self, result: "SearchResult", place: int, tokens: float) -> "RunEstimate":
-        from paceline.planner.search.run_estimate import estimate_run
+        from paceline.planner.search.budget import estimate_run
 
         return estimate_run(
             result.choices[place],
@@ -148,7 +156,7 @@ class SearchCommand:
         compared: "list[Comparison]",
         changes: "list[Change]",
     ) -> None:
-        from paceline.planner.search.compare import not_told_apart
+        from paceline.planner.search.advice import not_told_apart
 
         print_json(
             {
@@ -189,7 +197,7 @@ class SearchCommand:
         save_as(plot_front(front_marks(points, shown), subtitle), self.figure)
 
     def _export(self, result: "SearchResult") -> None:
-        from paceline.planner.search.exports.write import write_exports
+        from paceline.planner.search.exports import write_exports
 
         assert self.out is not None
         best, question = result.best, result.question
@@ -201,3 +209,70 @@ class SearchCommand:
         runs = question.experts is None and not refusals(best.layout, work)
         paths = write_exports(self.out, best, question, self.cluster.device, is_runnable=runs)
         say(f"wrote {', '.join(map(str, paths))}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetCommand:
+    """Find the smallest and the cheapest cluster that spends a budget of FLOPs by a deadline.
+
+    Searches the best layout for every number of devices. Times include failures, restarts and
+    checkpoints.
+    """
+
+    flops: str
+    """Model FLOPs of the run, such as 1e24."""
+    deadline: str = "30d"
+    """Maximum duration of the run, such as 30d, 12h or 2w."""
+    model: ModelName | None = None
+    """Model preset; by default, the size that spends the budget at 20 tokens per parameter."""
+    cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
+    output: Flat[OutputOptions]
+
+    def run(self) -> int:
+        """Searches all numbers of devices and prints a table."""
+        from paceline.planner.search.budget import plan_budget
+
+        flops = parse_count(self.flops, "flops", "1e24")
+        days = parse_days(self.deadline)
+        shape = self._shape(flops)
+        costs = self.cluster.costs()
+        found = plan_budget(
+            self.cluster.question(shape, self.cluster.devices_per_host),
+            costs,
+            flops=flops,
+            deadline_days=days,
+            peak_flops=self.cluster.peak_flops(),
+            price=self.cluster.price,
+            device_interval_h=self.cluster.failure_interval_h,
+        )
+        if self.output.json:
+            self._print_json(found)
+        else:
+            from paceline.reports.tables.planning.budget import budget_table
+
+            stdout_console().print(
+                budget_table(found, self._model_text(shape), self.cluster.device, (costs.note,))
+            )
+        return 0
+
+    def _shape(self, flops: float) -> ModelShape:
+        if self.model is not None:
+            return model_preset(self.model)
+        from paceline.scaling.model_shapes import cluster_shape, rule_of_thumb_parameters
+
+        context = self.cluster.context or UNNAMED_CONTEXT
+        return cluster_shape(rule_of_thumb_parameters(flops), context)
+
+    def _model_text(self, shape: ModelShape) -> str:
+        from paceline.accounting.parameters import count_parameters
+
+        billions = count_parameters(shape).total / 1e9
+        dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"
+        name = self.model or "20 tokens per parameter"
+        return f"{name} ({billions:.3g} billion parameters: {dimensions})"
+
+    def _print_json(self, found: "Budget") -> None:
+        for point in found.points:
+            is_smallest, is_cheapest = point is found.smallest, point is found.cheapest
+            row = {"kind": "budget", "smallest": is_smallest, "cheapest": is_cheapest}
+            print_json(row | {"layout": point.choice.name, "point": point})

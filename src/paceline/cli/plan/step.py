@@ -1,4 +1,7 @@
-"""``paceline plan step`` and ``paceline plan backtest``: step predictions and their errors."""
+"""``paceline plan step`` and ``paceline plan backtest``: step predictions and their errors.
+
+``paceline plan calibrate``: calibrates the planner from the user's own measured runs.
+"""
 
 import dataclasses
 import itertools
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.harness.config import ModelName, StrategyChoice
+from paceline.benchmarks.config import ModelName, StrategyChoice
 from paceline.cli.output import (
     Flat,
     OutputOptions,
@@ -23,8 +26,7 @@ from paceline.core.specs import BatchShape, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 
 if TYPE_CHECKING:
-    from paceline.prediction.backtest import BacktestCase
-    from paceline.prediction.records import PredictedCase
+    from paceline.predict.backtest import BacktestCase, PredictedCase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,8 @@ class PlanStepCommand:
 
     def run(self) -> int:
         """Predicts every case on every calibrated topology."""
-        from paceline.prediction.backtest import fit_correction
-        from paceline.prediction.calibration_records import calibrations
-        from paceline.prediction.records import predict_step
+        from paceline.predict.backtest import fit_correction, predict_step
+        from paceline.predict.calibration import calibrations
         from paceline.records import RecordStore
         from paceline.records.environment import capture_environment
         from paceline.reports.tables.table import records_table
@@ -86,7 +87,7 @@ class PlanStepCommand:
         return 0
 
     def _cases(self, world_size: int) -> "Iterator[PredictedCase]":
-        from paceline.prediction.records import PredictedCase
+        from paceline.predict.backtest import PredictedCase
 
         strategies: tuple[StrategyName, ...] = self.strategies if world_size > 1 else ("none",)
         for model, batch, strategy in itertools.product(self.model, self.batch, strategies):
@@ -125,7 +126,7 @@ class BacktestCommand:
         """Predicts each case from the others; without files, summarises the history of runs."""
         if not self.records:
             return self._print_history()
-        from paceline.prediction.backtest import leave_one_out, predict_others, summarize
+        from paceline.predict.backtest import leave_one_out, predict_others, summarize
         from paceline.reports.tables.planning.backtest import backtest_table
 
         cases = _read_cases(self.records)
@@ -146,7 +147,7 @@ class BacktestCommand:
         return 0
 
     def _print_history(self) -> int:
-        from paceline.prediction.history import coverage, history_path, read_history
+        from paceline.predict.history import coverage, history_path, read_history
         from paceline.reports.tables.planning.forecasts import coverage_table
 
         path = history_path()
@@ -165,7 +166,60 @@ class BacktestCommand:
 
 
 def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[BacktestCase]":
-    from paceline.prediction.records import backtest_cases
+    from paceline.predict.backtest import backtest_cases
     from paceline.records import RecordStore
 
     return backtest_cases(record for path in paths for record in RecordStore(path).read())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateRowsCommand:
+    """Calibrate the planner for a framework and device from your own measured runs.
+
+    Each row is a JSON object with the fields of the published runs: framework, model, device,
+    precision, devices, context_length, global_batch, micro_batch, data, measured and unit, and
+    every parallel axis that is not 1. Rows of several frameworks give several calibrations.
+    """
+
+    rows: Annotated[pathlib.Path, tyro.conf.Positional]
+    """JSON Lines file of measured runs."""
+    with_published: bool = False
+    """Also fit the published runs of the same framework; a few runs of your own are then enough."""
+    out: pathlib.Path | None = None
+    """JSON Lines file to write the calibrations to, for plan search --calibration."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if self.out is not None and self.out.suffix != ".jsonl":
+            raise UsageError(f"--out {self.out}: give a name that ends in .jsonl")
+
+    def run(self) -> int:
+        """Fits the rows, holds out each model in turn, and prints constants and errors."""
+        from paceline.planner.calibrations.cases import Case, predictable
+        from paceline.planner.calibrations.fit import build_calibrations
+        from paceline.planner.calibrations.store import write_calibrations
+        from paceline.planner.published import published_runs, read_rows
+        from paceline.reports.tables.planning.calibrations import calibrations_table
+
+        own = predictable(read_rows(self.rows))
+        pools: dict[str, list[Case]] = {}
+        for case in own:
+            pools.setdefault(case.pool, []).append(case)
+        if not pools:
+            raise UsageError(
+                f"{self.rows}: no row can be predicted; each needs model, devices, data, "
+                "context_length, global_batch, and s/iteration or tokens/s/device"
+            )
+        if self.with_published:
+            for case in predictable(published_runs()):
+                if case.pool in pools:
+                    pools[case.pool].append(case)
+        made = [each for cases in pools.values() for each in build_calibrations(cases)]
+        if self.out is not None:
+            write_calibrations(made, self.out)
+        if self.output.json:
+            for each in made:
+                print_json({"name": each.name, "rows": len(each.rows), **each.constants})
+        else:
+            stdout_console().print(calibrations_table(made))
+        return 0

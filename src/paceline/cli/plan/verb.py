@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from paceline.benchmarks.harness.config import ModelName, ShapeOverrides, StrategyChoice, listed
+from paceline.benchmarks.config import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
-from paceline.cli.plan.budget import BudgetCommand
-from paceline.cli.plan.calibrate import CalibrateRowsCommand
 from paceline.cli.plan.goodput import GoodputCommand
-from paceline.cli.plan.search import SearchCommand
-from paceline.cli.plan.step import BacktestCommand, PlanStepCommand
-from paceline.core.device_table import find_device, known_devices
+from paceline.cli.plan.search import BudgetCommand, SearchCommand
+from paceline.cli.plan.step import BacktestCommand, CalibrateRowsCommand, PlanStepCommand
 from paceline.core.errors import UsageError
+from paceline.core.hardware import find_device, known_devices
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset, require_context
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
@@ -63,7 +61,7 @@ class OverheadCommand:
 
     def run(self) -> int:
         """Evaluates the equation and prints its derivation."""
-        from paceline.accounting.communication.overlap import explain_overhead
+        from paceline.accounting.overlap import explain_overhead
 
         explanation = explain_overhead(
             total_bytes=parse_bytes(self.size),
@@ -112,7 +110,7 @@ class MemoryCommand:
 
     def run(self) -> int:
         """Prints and explains the memory of a step, and draws it if requested."""
-        from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
+        from paceline.accounting.memory.step import StepPlan, explain_memory, fit_on_device
         from paceline.reports.tables.memory_plan import instants_text
 
         model, shape = self.shape.apply(self.model)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console, work_progress
-from paceline.cli.plan.search_options import UNNAMED_CONTEXT, ClusterOptions
+from paceline.cli.plan.options import UNNAMED_CONTEXT, ClusterOptions
 from paceline.cli.scaling.sweep import SweepProgress
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import parse_seconds
 
 if TYPE_CHECKING:
-    from paceline.planner.search.question import SearchQuestion
+    from paceline.planner.search.spec import SearchQuestion
     from paceline.training.config import RunConfig
     from paceline.workflows.loop.directory import LoopDirectory, LoopQuestion, Outcome
     from paceline.workflows.sweep.directory import SweepDirectory, SweepState
@@ -131,7 +131,7 @@ class LoopCommand:
         self, directory: "LoopDirectory", question: "LoopQuestion", base: "RunConfig"
     ) -> "Outcome":
         from paceline.core.processes import termination_as_exit
-        from paceline.prediction.history import history_path
+        from paceline.predict.history import history_path
         from paceline.workflows.loop.run import LoopRunner
         from paceline.workflows.sweep.executors.local import LocalExecutor
 
@@ -170,7 +170,7 @@ class LoopCommand:
         self, models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
     ) -> None:
         from paceline.benchmarks.calibration.calibrate import calibration_records
-        from paceline.benchmarks.calibration.config import ShapeCalibration
+        from paceline.benchmarks.config import ShapeCalibration
         from paceline.cli.output import case_progress
         from paceline.records import RecordStore
 
@@ -182,7 +182,7 @@ class LoopCommand:
                 RecordStore(store).append(record)
 
     def _write_page(self, directory: "LoopDirectory") -> None:
-        from paceline.prediction.history import history_path
+        from paceline.predict.history import history_path
         from paceline.workflows.loop.page import write_loop_page
 
         with work_progress("writing the page"):

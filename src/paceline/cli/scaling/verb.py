@@ -63,8 +63,8 @@ class FitCommand:
 
     def run(self) -> int:
         """Prints decisions and findings, and draws plots if requested."""
-        from paceline.scaling.allocation.decide import decide
-        from paceline.scaling.checks.diagnose import diagnose
+        from paceline.scaling.decide import decide
+        from paceline.scaling.diagnose import diagnose
         from paceline.scaling.records import decision_records
 
         found = _read_and_fit(self.runs, self.fit)
@@ -137,7 +137,7 @@ class CheckCommand:
 
     def run(self) -> int:
         """Prints the cost of the claim, and findings against it."""
-        from paceline.scaling.checks.claims import check_allocation, check_coefficients
+        from paceline.scaling.claims import check_allocation, check_coefficients
         from paceline.scaling.records import claim_record
         from paceline.scaling.surface import tokens_for
 
@@ -191,8 +191,8 @@ class DesignCommand:
         """Prints the proposed runs, and the expected accuracy after them."""
         from paceline.reports.tables.scaling import runs_table
         from paceline.scaling import candidate_runs, propose_runs, read_sweep
-        from paceline.scaling.experiments.candidates import learn_from, read_candidates
-        from paceline.scaling.experiments.design import after_buying
+        from paceline.scaling.candidates import learn_from, read_candidates
+        from paceline.scaling.design import after_buying
         from paceline.scaling.records import describe_design, design_record, run_record
 
         known = None if self.runs is None else read_sweep(self.runs)

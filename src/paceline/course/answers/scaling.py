@@ -12,7 +12,7 @@ from paceline.reports.evidence.groups import Evidence
 from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS
 from paceline.reports.tables.scaling import methods_table, waste_table
 from paceline.scaling import decide, diagnose, fit, read_sweep, synthetic_sweep
-from paceline.scaling.allocation.decide import Answer, Decision
+from paceline.scaling.decide import Answer, Decision
 from paceline.scaling.surface import EPOCH
 
 _BUDGETS = (1e23, 1e24)

@@ -2,8 +2,8 @@
 
 from typing import cast
 
-from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
+from paceline.core.hardware import find_device
 from paceline.core.specs import DType
 from paceline.records import Record
 

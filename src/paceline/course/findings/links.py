@@ -1,6 +1,6 @@
 """Throughput compared with the link rate, for both collectives and training steps."""
 
-from paceline.accounting.communication.collectives import bus_factor
+from paceline.accounting.collectives import bus_factor
 from paceline.core.finding import Finding
 from paceline.core.units import format_decimal
 from paceline.course.findings.template import against, make_finding, standing

@@ -7,8 +7,8 @@ from paceline.course.findings.template import against, make_finding, standing
 from paceline.records import Record, find_kind, join_key
 from paceline.reports.evidence.profile_runs import ProfileRun, own_time_s
 from paceline.reports.evidence.provenance import machine_of
-from paceline.traces.events.op_classes import OpClass
-from paceline.traces.steps.operators import EVERYWHERE
+from paceline.traces.catalog import OpClass
+from paceline.traces.operators import EVERYWHERE
 
 _MATMULS_PER_LAYER = 7
 _SOFTMAX_OPERATIONS = 5

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from paceline.accounting.communication.overlap import explain_overhead
 from paceline.accounting.explanation import Explanation
+from paceline.accounting.overlap import explain_overhead
 from paceline.core.finding import Finding
 from paceline.course.findings.template import make_finding
 from paceline.records import Record, join_key

@@ -2,10 +2,17 @@
 
 Reading has no state. `TokenLoader` visits the positions in order, but ranks, workers, a resumed run
 or an audit may read any of them.
+
+A run's stream as a map-style dataset, for loaders that have their own workers.
+
+Grain and torch's DataLoader accept any object with a length and items. The stream is already
+shuffled: read the items in order, without shuffling. The position is then all the state needed to
+resume.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import blake3
 import numpy as np
@@ -15,9 +22,8 @@ from paceline.core.errors import UsageError
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.sources import open_sources, sources_digest
 from paceline.data.sampling.audit import AuditRow, audit_row, samples_digest
-from paceline.data.sampling.mixture import share_slots
-from paceline.data.sampling.permutation import IndexArray
-from paceline.data.sampling.stream import SampleStream
+from paceline.data.sampling.order import IndexArray
+from paceline.data.sampling.stream import SampleStream, share_slots
 
 TokenRows = npt.NDArray[np.int64]
 Allocate = Callable[[tuple[int, int]], TokenRows]
@@ -174,3 +180,50 @@ def document_positions(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Returns each token's distance from the last document start, or from the start of its row."""
     indices = np.arange(starts.shape[1])
     return indices - np.maximum.accumulate(np.where(starts, indices, 0), axis=1)
+
+
+SequenceArrays = dict[str, npt.NDArray[np.int64]]
+
+
+class TokenSequences:
+    """Sequences by position in the stream; each worker opens the files itself.
+
+    Args:
+        config: The datasets and their order; batch size and prefetch are ignored.
+        num_samples: The length; by default the sum of one epoch of each source.
+    """
+
+    def __init__(self, config: LoaderConfig, *, num_samples: int | None = None) -> None:
+        self.config = config
+        self._reader: BatchReader | None = None
+        self._num_samples = num_samples or sum(self.reader.num_samples)
+
+    @property
+    def reader(self) -> BatchReader:
+        """The reader of the samples, opened on first use in each process."""
+        if self._reader is None:
+            self._reader = BatchReader(dataclasses.replace(self.config, digests=False))
+        return self._reader
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, position: int) -> SequenceArrays:
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[SequenceArrays]:
+        """Returns several sequences, not necessarily consecutive; torch calls this per batch."""
+        for position in positions:
+            if not 0 <= position < self._num_samples:
+                raise IndexError(f"position {position} of {self._num_samples}")
+        batch = self.reader.read(np.asarray(positions, dtype=np.int64))
+        arrays = {"tokens": batch.tokens, "targets": batch.targets}
+        if batch.positions is not None and batch.document_ids is not None:
+            arrays |= {"positions": batch.positions, "document_ids": batch.document_ids}
+        return [
+            {name: array[number] for name, array in arrays.items()}
+            for number in range(batch.num_samples)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}  # Memory maps cannot be sent to workers.

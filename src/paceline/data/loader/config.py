@@ -4,7 +4,7 @@ import dataclasses
 
 from paceline.core.errors import UsageError
 from paceline.core.units import GB
-from paceline.data.format.manifest import SplitName
+from paceline.data.manifest import SplitName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.format.manifest import SPLITS, Dropped, SplitName
+from paceline.data.manifest import SPLITS, Dropped, SplitName
 from paceline.data.prepare.job import Job, block_name, block_tokens
 
 BLOCK_TOKENS = 2**24

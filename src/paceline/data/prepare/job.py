@@ -2,19 +2,32 @@
 
 All intermediate files are below `WORK`. Each file is written atomically, and a task writes its
 marker last: a task whose marker exists is not run again.
+
+The inputs of a preparation, and the check whether they are already prepared.
 """
 
 import functools
-from typing import Protocol
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import blake3
 import msgspec
 
-from paceline.core.errors import DataError
-from paceline.data.format.manifest import TOKENIZER, SplitName
+from paceline.core.errors import DataError, UsageError
+from paceline.data.manifest import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    SourceFile,
+    SplitName,
+    read_manifest,
+)
+from paceline.data.prepare.config import PrepareConfig, SourceConfig
+from paceline.data.sources.files import FoundFile, FoundFiles, find_files
 from paceline.data.sources.read import ReadOptions
 from paceline.data.storage import Storage, open_storage
-from paceline.data.tokenizer import Tokenizer
+from paceline.data.tokenizer import Tokenizer, load_tokenizer
 
 WORK = "_work"
 _LAYOUT = 1
@@ -90,3 +103,107 @@ def _load(out: str, tokenizer_blake3: str, end_of_document: str | None) -> Token
             "has finished"
         )
     return tokenizer
+
+
+class Inputs(NamedTuple):
+    """The tokenizer, the files and the options that determine the bytes of the shards."""
+
+    tokenizer: Tokenizer
+    found: FoundFiles
+    options: dict[str, str | int | float | bool | None]
+
+    @property
+    def files(self) -> Sequence[FoundFile]:
+        """The files to read."""
+        return self.found.files
+
+    @property
+    def sources(self) -> list[SourceFile]:
+        """The files as a manifest lists them."""
+        return [
+            SourceFile(name=file.name, num_bytes=file.num_bytes, modified_ns=file.modified_ns)
+            for file in self.files
+        ]
+
+
+def find_prepared(config: PrepareConfig) -> Manifest | None:
+    """Returns the manifest if this dataset is already prepared, None if there is no dataset.
+
+    Raises:
+        UsageError: A different dataset is prepared at that location.
+    """
+    return find_finished(find_inputs(config), open_storage(config.out))
+
+
+def reading_options(config: SourceConfig) -> ReadOptions:
+    """Returns the options that determine the documents of a file."""
+    return ReadOptions(
+        separator=config.separator_bytes,
+        field=config.field,
+        max_document_bytes=config.max_document_bytes,
+    )
+
+
+def find_inputs(config: PrepareConfig) -> Inputs:
+    """Loads the tokenizer and finds the files."""
+    tokenizer = load_tokenizer(config.tokenizer, config.end_of_document)
+    found = find_files(config.sources, None if "://" in config.out else config.out)
+    options: dict[str, str | int | float | bool | None] = {
+        "separator": config.separator_bytes.decode(),
+        "field": config.field,
+        "max_document_bytes": config.max_document_bytes,
+        "heldout": config.heldout,
+        "shard_tokens": config.shard_tokens,
+        "end_of_document": tokenizer.end_of_document,
+    }
+    return Inputs(tokenizer, found, options)
+
+
+def make_job(config: PrepareConfig, inputs: Inputs) -> Job:
+    """Returns the settings that all tasks share."""
+    return Job(
+        out=config.out if "://" in config.out else str(pathlib.Path(config.out).absolute()),
+        reading=reading_options(config),
+        tokenizer_blake3=inputs.tokenizer.blake3,
+        end_of_document=config.end_of_document,
+        heldout=config.heldout,
+        shard_tokens=config.shard_tokens,
+    )
+
+
+def find_finished(inputs: Inputs, storage: Storage) -> Manifest | None:
+    """Returns the manifest if these inputs are prepared in a storage, None if it has no dataset."""
+    try:
+        storage.read_range(MANIFEST, 0, 1)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise UsageError(f"--out {storage.url} is a file; name a directory") from error
+    manifest = read_manifest(storage)
+    difference = _difference(manifest, inputs)
+    if difference:
+        raise UsageError(
+            f"{storage.url} already contains a dataset that was prepared differently: "
+            f"{difference}; name another --out, or delete that dataset"
+        )
+    return manifest
+
+
+def _difference(manifest: Manifest, inputs: Inputs) -> str:
+    """Returns the first difference between a dataset and the inputs; empty if there is none."""
+    if manifest.tokenizer_blake3 != inputs.tokenizer.blake3:
+        return "with another tokenizer"
+    for name, value in inputs.options.items():
+        if manifest.options.get(name) != value:
+            flag = "--" + name.replace("_", "-")
+            return f"{flag} was {manifest.options.get(name)!r} and is {value!r}"
+    before = {source.name: source for source in manifest.sources}
+    now = {source.name: source for source in inputs.sources}
+    for name in sorted(before.keys() | now.keys()):
+        if name not in before:
+            return f"{name} is new"
+        if name not in now:
+            return f"{name} is gone"
+        if before[name] != now[name]:
+            return f"{name} has changed since"
+    return ""

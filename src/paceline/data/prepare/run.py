@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.core.errors import DataError
-from paceline.data.format.manifest import (
+from paceline.data.manifest import (
     MANIFEST,
     SCHEMA,
     SPLITS,
@@ -34,14 +34,12 @@ from paceline.data.prepare.duplicates import (
     gather_duplicates,
     num_groups,
     num_partitions,
+    write_table,
 )
 from paceline.data.prepare.engines import Engine, Result, TaskT, open_engine
-from paceline.data.prepare.inputs import find_finished, find_inputs, make_job
-from paceline.data.prepare.job import WORK, Job
-from paceline.data.prepare.pieces import plan_pieces
+from paceline.data.prepare.job import WORK, Job, find_finished, find_inputs, make_job
 from paceline.data.prepare.shards import ShardTask, plan_shards, write_shard
-from paceline.data.prepare.table import write_table
-from paceline.data.prepare.tokenize import PieceTask, tokenize_piece
+from paceline.data.prepare.tokenize import PieceTask, plan_pieces, tokenize_piece
 from paceline.data.sources.documents import UNKNOWN_KIND
 from paceline.data.sources.files import FoundFiles
 from paceline.data.storage import Storage, open_storage

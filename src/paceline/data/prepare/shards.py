@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.format.manifest import (
+from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
     SPLITS,
     ShardEntry,
@@ -20,9 +20,8 @@ from paceline.data.format.manifest import (
     tokens_name,
 )
 from paceline.data.prepare.blocks import is_heldout
-from paceline.data.prepare.duplicates import kept_rows
+from paceline.data.prepare.duplicates import kept_rows, read_table
 from paceline.data.prepare.job import Job, plan_name
-from paceline.data.prepare.table import read_table
 
 
 class ShardTask(msgspec.Struct, frozen=True, kw_only=True):

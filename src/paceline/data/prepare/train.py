@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from paceline.core.errors import DataError, UsageError
 from paceline.data.prepare.config import TokenizerConfig
-from paceline.data.prepare.inputs import reading_options
-from paceline.data.prepare.pieces import Piece, plan_pieces
+from paceline.data.prepare.job import reading_options
+from paceline.data.prepare.tokenize import Piece, plan_pieces
 from paceline.data.sources.documents import Document
 from paceline.data.sources.files import find_files
 from paceline.data.sources.read import ReadOptions, read_span

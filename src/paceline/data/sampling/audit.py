@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.sampling.permutation import IndexArray
-from paceline.records.row_file import RowFile
+from paceline.data.sampling.order import IndexArray
+from paceline.records.store import RowFile
 
 _PLACE_WORDS = 4
 """32-bit words for position and source."""

@@ -12,6 +12,7 @@ from paceline.data.sources.files import FoundFile
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
+
 _BATCH_BYTES = 4 * MIB
 _MOST_ROWS = 4096
 

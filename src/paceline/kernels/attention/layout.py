@@ -4,12 +4,20 @@ Tensors are (batch, heads, sequence, head_dim). The output has the memory layout
 Gradients are stored token by token, the heads of a token adjacent, because the step before
 attention splits the heads: with this order its backward copies nothing. Both match torch's fused
 attention on CPUs.
+
+Inputs of the two passes of attention: one dataclass each, the same for every backend.
+
+The mask is one number, `diagonal`, as in torch.tril. Key j is visible to query i if
+j <= i + diagonal; None hides nothing. A query that sees no key has output 0 and a log-sum-exp of
+-inf.
 """
 
+import dataclasses
 import math
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from paceline.core.specs import require_choice
@@ -59,3 +67,30 @@ def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 def default_scale(query: Tensor, scale: float | None) -> float:
     """Returns the given scale, or 1 / sqrt(head_dim)."""
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+Results = tuple[Tensor, Tensor]
+"""Output, and the log-sum-exp of each query's scores (lse)."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Gradients of query, key and value."""
+
+
+@dataclasses.dataclass  # Not frozen: that would add 3 µs to every call.
+class ForwardInputs:
+    """Inputs of forward."""
+
+    query: Float[Tensor, "batch heads queries head_dim"]
+    key: Float[Tensor, "batch kv_heads keys head_dim"]
+    value: Float[Tensor, "batch kv_heads keys head_dim"]
+    diagonal: int | None
+    scale: float
+
+
+@dataclasses.dataclass
+class BackwardInputs(ForwardInputs):
+    """Inputs of backward: forward's inputs, its results and their gradients."""
+
+    output: Float[Tensor, "batch heads queries head_dim"]
+    lse: Float[Tensor, "batch heads queries"]
+    output_gradient: Float[Tensor, "batch heads queries head_dim"]
+    lse_gradient: Float[Tensor, "batch heads queries"] | None

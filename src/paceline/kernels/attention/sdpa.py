@@ -12,8 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
-from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
+from paceline.kernels.attention.layout import (
+    BackwardInputs,
+    ForwardInputs,
+    Gradients,
+    Results,
+    empty_gradients,
+    empty_lse,
+    empty_output,
+)
 from paceline.kernels.attention.tiled import tiled_backward, tiled_forward
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

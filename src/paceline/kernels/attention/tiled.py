@@ -16,8 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
-from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
+from paceline.kernels.attention.layout import (
+    BackwardInputs,
+    ForwardInputs,
+    Gradients,
+    Results,
+    empty_gradients,
+    empty_lse,
+    empty_output,
+)
 
 # The fastest of the tile sizes tried, on CPUs with 2 MiB of cache per core.
 _TILE_HEADS = 8

@@ -1,18 +1,113 @@
-"""Injects each kind of fault into a run, and reverts it."""
+"""Injects each kind of fault into a run, and reverts it.
+
+Damages the newest checkpoint of a run: flips a bit or truncates a file.
+
+A separate small disk for a run, which can be filled and freed.
+"""
 
 import contextlib
+import os
+import pathlib
+import random
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from paceline.checkpoint.storage import parse_step
+from paceline.core.errors import UsageError
 from paceline.core.units import MB
-from paceline.lab.chaos.config import ChaosConfig
-from paceline.lab.chaos.damage import damage_newest
-from paceline.lab.chaos.disk import fill, free
+from paceline.lab.chaos.config import ChaosConfig, Fault
 from paceline.lab.chaos.processes import marked_processes, ranks_of, send
-from paceline.lab.chaos.schedule import Fault
-from paceline.lab.network import INTERFACE, Host
-from paceline.lab.shaping import LinkShape
+from paceline.lab.network import INTERFACE, Host, LabError, LinkShape
+from paceline.training.run_files import CHECKPOINTS
+
+_FEWEST = 2
+"""Minimum number of checkpoints: the damaged one, and one to fall back on."""
+
+
+def damage_newest(run: pathlib.Path, choice: float) -> str | None:
+    """Damages one file of the newest checkpoint; returns a description of the damage.
+
+    Does nothing and returns None if there is no other checkpoint to fall back on.
+    """
+    steps = {
+        step: path
+        for path in (run / CHECKPOINTS).glob("*")
+        if (step := parse_step(path.name)) is not None
+    }
+    if len(steps) < _FEWEST:
+        return None
+    newest = steps[max(steps)]
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    if not files:
+        return None
+    chance = random.Random(choice)
+    file = chance.choice(files)
+    place = chance.randrange(file.stat().st_size)
+    name = file.relative_to(run)
+    if chance.random() < 0.5:
+        os.truncate(file, place)
+        return f"{name} cut to {place:,} bytes"
+    with file.open("r+b") as content:
+        content.seek(place)
+        byte = content.read(1)[0]
+        content.seek(place)
+        content.write(bytes([byte ^ 1 << chance.randrange(8)]))
+    return f"{name}, one bit of byte {place:,} flipped"
+
+
+_FILLER = ".chaos-filler"
+
+
+@contextlib.contextmanager
+def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
+    """Mounts a tmpfs at an empty directory; its contents are kept in the directory on exit."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise UsageError(f"{directory} is not empty; --disk-full needs the directory of a new run")
+    if os.geteuid() != 0:
+        raise LabError("--disk-full mounts a tmpfs, which needs root")
+    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "paceline-chaos", str(directory))
+    try:
+        yield
+    finally:
+        free(directory)
+        with tempfile.TemporaryDirectory(dir=directory.parent) as beside:
+            kept = pathlib.Path(beside) / "kept"
+            shutil.copytree(directory, kept)
+            _run("umount", "--lazy", str(directory))
+            for entry in kept.iterdir():
+                entry.rename(directory / entry.name)
+
+
+def fill(directory: pathlib.Path) -> int:
+    """Fills all free space on the disk; returns the number of bytes taken."""
+    taken = 0
+    with (directory / _FILLER).open("wb", buffering=0) as file:
+        # Repeat, because the run may free space in the meantime.
+        for _ in range(10):
+            room = shutil.disk_usage(directory).free
+            if room == 0:
+                break
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file.fileno(), taken, room)
+                taken += room
+    return taken
+
+
+def free(directory: pathlib.Path) -> None:
+    """Releases the space taken by `fill`."""
+    (directory / _FILLER).unlink(missing_ok=True)
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if result.returncode != 0:
+        raise LabError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")
+
 
 _SLOW = LinkShape(rate_bits_per_s=50e6)
 _LOSS = ("-i", INTERFACE, "-m", "statistic", "--mode", "random", "--probability", "0.02")

@@ -2,24 +2,137 @@
 
 A run survives a fault if it completes another step in time, with the command restarted if it has
 exited. Faults are injected one at a time, so that every effect has one cause.
+
+Starts and restarts the command under test, on this machine or on the lab's hosts.
+
+Tracks a run's progress through the metrics file, which gets a row after every step.
 """
 
 import contextlib
 import dataclasses
+import os
+import pathlib
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from paceline.core.processes import termination_as_exit
-from paceline.lab.chaos.command import Command
-from paceline.lab.chaos.config import ChaosConfig
-from paceline.lab.chaos.disk import small_disk
-from paceline.lab.chaos.faults import Faults
-from paceline.lab.chaos.processes import end_all, new_mark
-from paceline.lab.chaos.progress import Progress
-from paceline.lab.chaos.schedule import Fault, schedule
+import msgspec
+
+from paceline.core.processes import exit_code_of, termination_as_exit
+from paceline.lab.chaos.config import ChaosConfig, Fault, schedule
+from paceline.lab.chaos.faults import Faults, small_disk
+from paceline.lab.chaos.processes import MARK, end_all, new_mark
 from paceline.lab.network import Host, hosts
+from paceline.lab.rank import rank_command
+from paceline.lab.run import rank_environment
+from paceline.records.codecs import UNDECODABLE
+from paceline.training.run_files import METRICS
+
+_GROUP_ENDS_S = 15.0
+"""Time for the other ranks to end after a rank on another host has failed."""
+
+
+class Command:
+    """A command and its processes: one on this machine, or one per host.
+
+    Args:
+        words: The program and its arguments.
+        mark: The value that identifies its processes.
+        hosts: Hosts of the lab, each with one rank; none to run on this machine.
+    """
+
+    def __init__(self, words: Sequence[str], mark: str, hosts: Sequence[Host] = ()) -> None:
+        self._words = list(words)
+        self._mark = mark
+        self._hosts = list(hosts)
+        self._running: list[subprocess.Popen[bytes]] = []
+        self.starts = 0
+
+    def start(self) -> None:
+        """Starts the command; its output goes to our own stdout and stderr."""
+        self.starts += 1
+        environment = {**os.environ, MARK: self._mark}
+        if not self._hosts:
+            # In a new session Ctrl-C reaches only this process, which then ends the command.
+            self._running = [subprocess.Popen(self._words, env=environment, start_new_session=True)]
+            return
+        self._running = [
+            subprocess.Popen(
+                rank_command(host, self._words),
+                env={**environment, **rank_environment(self._hosts, host.index, 1)},
+                start_new_session=True,
+            )
+            for host in self._hosts
+        ]
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code, or None while running; a failed rank ends its group."""
+        codes = [process.poll() for process in self._running]
+        failed = [code for code in codes if code]
+        if failed:
+            if None in codes:
+                end_all(self._mark, _GROUP_ENDS_S)
+                for process in self._running:
+                    process.wait()
+            return exit_code_of(failed[0])
+        return None if None in codes else 0
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to all running processes."""
+        for process in self._running:
+            if process.poll() is None:
+                process.terminate()
+
+
+_TAIL_BYTES = 1 << 16
+
+
+class Progress:
+    """Polls a run's newest step, and records the time at which each step was reached."""
+
+    def __init__(self, run: pathlib.Path, began: float) -> None:
+        self._path = run / METRICS
+        self._began = began
+        self.step = 0
+        self.seconds: list[float] = [0.0]
+        self.steps: list[int] = [0]
+        self.advanced_s = 0.0
+        """When the step last increased, in seconds since the start."""
+
+    def look(self) -> int:
+        """Returns the newest step; 0 before the first one."""
+        step = self._newest()
+        now_s = time.monotonic() - self._began
+        if step > self.step:
+            self.advanced_s = now_s
+        if step != self.step:
+            # Before a rollback, repeat the old step at the current time, so that a plot shows the
+            # pause as a horizontal line.
+            self.seconds += [now_s, now_s] if step < self.step else [now_s]
+            self.steps += [self.step, step] if step < self.step else [step]
+            self.step = step
+        return step
+
+    def _newest(self) -> int:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - _TAIL_BYTES))
+                lines = file.read().split(b"\n")
+        except OSError:
+            return 0
+        # The last part is empty or an incomplete line.
+        for line in reversed(lines[:-1]):
+            try:
+                row = msgspec.json.decode(line)
+            except UNDECODABLE:
+                continue
+            if isinstance(row, dict) and row.get("kind") == "step":
+                return int(row["step"])
+        return 0
+
 
 _POLL_S = 0.1
 # A step that was nearly complete may still be logged after a rank has died.

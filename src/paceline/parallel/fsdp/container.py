@@ -35,31 +35,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from paceline.core.errors import UsageError
+from paceline.parallel.backward_pass import OUTSIDE_BACKWARD, SynchronizationStats, current_pass
 from paceline.parallel.buckets import local_tensor
-from paceline.parallel.fsdp.checks import explain_mixed, require_dtypes, require_shardable
-from paceline.parallel.fsdp.layers import LayerSettings, shard_module
-from paceline.parallel.fsdp.materialize import (
+from paceline.parallel.contract import DataParallelContainer, LocalGradients
+from paceline.parallel.fsdp.layers import LayerSettings, WrapPolicy, shard_module
+from paceline.parallel.fsdp.schedule import Schedule
+from paceline.parallel.fsdp.sharding import (
+    explain_mixed,
+    require_dtypes,
+    require_shardable,
+    resolve_sharding,
+)
+from paceline.parallel.fsdp.state import (
+    LoadsFullTensors,
     allocate_buffers,
     default_device,
     initialize_layers,
     is_on_meta,
 )
-from paceline.parallel.fsdp.schedule import Schedule
-from paceline.parallel.fsdp.sharding import resolve_sharding
-from paceline.parallel.fsdp.state import LoadsFullTensors
 from paceline.parallel.fsdp.traffic import Traffic
-from paceline.parallel.fsdp.wrap_policy import WrapPolicy
-from paceline.parallel.reducer.backward_pass import (
-    OUTSIDE_BACKWARD,
-    SynchronizationStats,
-    current_pass,
-)
-from paceline.parallel.reducer.changes import Changes, describe_change
-from paceline.parallel.reducer.contract import DataParallelContainer
-from paceline.parallel.reducer.gradient_norm import LocalGradients
-from paceline.parallel.reducer.module_checks import require_supported, resolve_group
-from paceline.parallel.reducer.same_model import (
+from paceline.parallel.module_checks import require_supported, resolve_group
+from paceline.parallel.same_model import (
+    Changes,
     broadcast_tensors,
+    describe_change,
     describe_model,
     require_same_model,
 )

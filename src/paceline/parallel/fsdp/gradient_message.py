@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.buckets import reducible_gradient
+from paceline.parallel.buckets import RankWeight, reducible_gradient
 from paceline.parallel.fsdp.layout import LayerLayout
-from paceline.parallel.fsdp.parameter import LayerParameter
-from paceline.parallel.fsdp.sharding import Sharding
+from paceline.parallel.fsdp.sharding import LayerParameter, Sharding
 from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.ranks.collectives import ReduceScatter, start_reduce_scatter
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.ranks.rank_weight import RankWeight
-from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
 
 
 class GradientMessage:

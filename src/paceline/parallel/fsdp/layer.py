@@ -19,11 +19,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from paceline.parallel.buckets import view_like
 from paceline.parallel.fsdp.gradient_message import GradientMessage
 from paceline.parallel.fsdp.layout import LayerLayout, Run
-from paceline.parallel.fsdp.parameter import LayerParameter
-from paceline.parallel.fsdp.sharding import Sharding, as_dtensor
+from paceline.parallel.fsdp.sharding import LayerParameter, Sharding, as_dtensor
 from paceline.parallel.fsdp.traffic import Traffic
+from paceline.parallel.ranks.collectives import start_all_gather
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.ranks.reduce_scatter import start_all_gather
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.accounting.communication.buckets import aligned
+from paceline.accounting.buckets import aligned
 from paceline.core.units import MIB
 
 _ALONE_BYTES = MIB

@@ -4,21 +4,33 @@ A parameter is a DTensor: optimizers, norms, scalers and checkpoints see its ful
 with this rank's rows. On a one-dimensional mesh it is sharded over all ranks. On a two-dimensional
 mesh, replicate x shard, it is sharded along the second dimension, and ranks along the first hold
 the same rows (HSDP).
+
+Checks of fully sharded containers, with errors that name the cause and the remedy.
+
+One parameter of a fully sharded model: this rank's rows, and temporarily all rows.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from paceline.core.errors import UsageError
-from paceline.parallel.reducer.module_checks import resolve_group
-from paceline.parallel.reducer.settings import GroupReference
+from paceline.parallel.backward_pass import GroupReference
+from paceline.parallel.buckets import local_tensor
+from paceline.parallel.fsdp.layout import Piece
+from paceline.parallel.module_checks import is_compiled, resolve_group
+
+if TYPE_CHECKING:
+    from paceline.parallel.fsdp.layers import LayerUser
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,3 +129,109 @@ def _two_dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Sharding, Shar
         replicate_groups=(shard, replicate),
     )
     return whole, shared_out, replicated
+
+
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def require_dtypes(**dtypes: torch.dtype | None) -> None:
+    """Raises if an option is not a floating-point dtype."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"{name} must be a floating-point dtype, got {dtype}")
+
+
+def require_shardable(module: nn.Module) -> None:
+    """Raises if a module has parameters or compiled parts that cannot be sharded."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise UsageError(
+                f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can "
+                "be fully sharded: use another container, or make it a buffer"
+            )
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            raise UsageError(
+                f"module {name or type(part).__name__!r} is compiled, which would keep freed "
+                "parameters in its graph; wrap it uncompiled"
+            )
+
+
+def require_watchable(user: "LayerUser", output: Any, tensors: Sequence[Tensor]) -> None:
+    """Raises if an output needs the layer after it is freed: no tensor found, or a view of it."""
+    if output is not None and not tensors and torch.is_grad_enabled():
+        raise UsageError(
+            f"layer {user.name!r} returns a {type(output).__name__}, in which no tensor was found "
+            "whose gradient would tell that backward needs the layer; return tensors in tuples, "
+            "lists, dictionaries or dataclasses"
+        )
+    storages = {pointer for layer in user.layers for pointer in layer.addresses()} - {0}
+    for tensor in tensors:
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in storages:
+            raise UsageError(
+                f"layer {user.name!r} returns a view of its own parameters, whose memory is freed "
+                "when its forward ends; return a copy: .clone()"
+            )
+
+
+def explain_mixed(error: RuntimeError, module: nn.Module) -> UsageError | None:
+    """Returns an error that names the module that read a shard; None for other errors."""
+    if _MIXED not in str(error):
+        return None
+    names = {part: name for name, part in module.named_modules()}
+    reader = _innermost(error.__traceback__, names)
+    return UsageError(
+        f"module {reader!r} reads parameters of another module, which are gathered only during "
+        "the other module's forward; call that module, or make both one layer: "
+        "wrap=WrapPolicy(classes=...)"
+    )
+
+
+def _innermost(traceback: TracebackType | None, names: dict[nn.Module, str]) -> str:
+    """Returns the name of the innermost of these modules in a traceback."""
+    found = ""
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            found = names[owner] or type(owner).__name__
+        traceback = traceback.tb_next
+    return found
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LayerParameter:
+    """One parameter in its sharded and full form."""
+
+    name: str
+    """Name in the inner module."""
+    piece: Piece
+    shard: nn.Parameter
+    """The parameter of optimizers: a DTensor with this rank's rows, or a full plain tensor."""
+    local: Tensor
+    """This rank's rows, in the flat shard."""
+    full: nn.Parameter
+    """All rows, while the layer is gathered."""
+    spec: DTensorSpec | None
+    """Spec of the DTensor; None for a plain parameter."""
+
+    def require_in_place(self) -> None:
+        """Raises if the shard is no longer a view of the flat shard, which is gathered."""
+        own = local_tensor(self.shard)
+        if own.dtype != self.local.dtype or own.device != self.local.device:
+            raise UsageError(
+                f"parameter {self.name!r} was converted to {own.dtype} on {own.device} after its "
+                f"container was created for {self.local.dtype} on {self.local.device}; convert "
+                "the model before wrapping it"
+            )
+        if own.data_ptr() != self.local.data_ptr():
+            raise UsageError(
+                f"the memory of parameter {self.name!r} was replaced after its container was "
+                "created; change its values in place, with copy_ or load_state_dict"
+            )
+
+    def add_gradient(self, mean: Tensor) -> None:
+        """Adds a mean to the shard's gradient, or sets it if there is none."""
+        if self.shard.grad is not None:
+            local_tensor(self.shard.grad).add_(mean)
+        else:
+            self.shard.grad = mean if self.spec is None else as_dtensor(mean, self.spec)

@@ -9,10 +9,9 @@ import torch
 
 from paceline.core.ranges import WAIT
 from paceline.kernels.named_range import named_range
+from paceline.parallel.backward_pass import BucketStats, SynchronizationStats, SyncState
 from paceline.parallel.ranks.device_clock import Moment, now, seconds_between
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.reducer.backward_pass import BucketStats, SynchronizationStats
-from paceline.parallel.reducer.settings import SyncState
 
 
 @dataclasses.dataclass(kw_only=True)

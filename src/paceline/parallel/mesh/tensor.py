@@ -3,7 +3,7 @@
 Query, key, value, gate and up are split by columns, so every rank has whole heads and whole
 channels of the feed-forward layer. Output and down are split by rows, and their output is the sum
 of the ranks' results (Shoeybi et al. 2019). Embedding and output layer are split over the
-vocabulary: logits stay split, and `paceline.parallel.mesh.loss` computes the loss from them.
+vocabulary: logits stay split, and `paceline.parallel.mesh.tensor` computes the loss from them.
 
     without sequence parallelism   every rank has the whole residual stream; the sum after output
                                    and down is an all-reduce
@@ -13,13 +13,18 @@ vocabulary: logits stay split, and `paceline.parallel.mesh.loss` computes the lo
 
 All parameters become DTensors on the tensor mesh, those of norms replicated, so optimizers and
 clipping handle only one kind of tensor.
+
+The loss of logits, full or split over the vocabulary by tensor parallelism.
 """
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -36,8 +41,11 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
+
+from paceline.parallel.buckets import whole_tensor
 
 _SEQUENCE = 1
 """The dimension of tokens in (batch, sequence, width)."""
@@ -163,3 +171,24 @@ def complete_gradient(parameter: nn.Parameter) -> None:
         return
     if gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the cross-entropy in float32, summed over this rank's tokens.
+
+    Args:
+        logits: (batch, sequence, vocabulary); a DTensor if tensor ranks split the vocabulary.
+        targets: The next token of each position, (batch, sequence).
+    """
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return whole_tensor(loss)
+
+
+@contextlib.contextmanager
+def vocabulary_parallel(is_split: bool) -> Iterator[None]:
+    """Computes the loss of split logits, and its gradient, without gathering the logits.
+
+    Forward and backward must both run inside the context.
+    """
+    with loss_parallel() if is_split else contextlib.nullcontext():
+        yield

@@ -5,8 +5,8 @@ import dataclasses
 
 import torch
 
-from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
+from paceline.core.hardware import find_device
 from paceline.core.host_memory import host_limit_bytes, usable_host_bytes
 from paceline.core.specs import DType, Precision
 from paceline.records.environment import processor_name

@@ -9,13 +9,19 @@ the group's threads alive until the interpreter exits, which sometimes aborts th
 module therefore tracks all messages in flight, and `drain` waits for them: before a session leaves
 its group, and at the exit of a program that created its group itself. After an error there is no
 such wait: the other ranks may be gone.
+
+Time that this process has waited for messages; the rest of a step is its own work.
+
+On a GPU the host does not wait, so nothing is counted.
 """
 
 import atexit
+import contextlib
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +29,35 @@ import torch.distributed as dist
 from paceline.core.errors import PacelineError
 from paceline.core.units import format_decimal
 from paceline.parallel.ranks import device_clock
-from paceline.parallel.ranks.waiting import counted_wait
+
+
+class _Waited:
+    seconds = 0.0
+    is_counting = False
+
+
+@contextlib.contextmanager
+def counted_wait() -> Iterator[None]:
+    """Counts the time spent inside the context as waiting.
+
+    Counts only in the main thread, because waits of other threads overlap with work. Nested waits
+    are counted once.
+    """
+    if _Waited.is_counting or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.perf_counter()
+    _Waited.is_counting = True
+    try:
+        yield
+    finally:
+        _Waited.is_counting = False
+        _Waited.seconds += time.perf_counter() - began
+
+
+def waited_s() -> float:
+    """Returns the seconds that the main thread has waited for messages since program start."""
+    return _Waited.seconds
 
 
 class CollectiveError(PacelineError):

@@ -30,6 +30,7 @@ from paceline.core.processes import (
     termination_as_exit,
     wait_for_group,
 )
+from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import (
     RENDEZVOUS_FILE,
@@ -40,7 +41,6 @@ from paceline.parallel.ranks.placement import (
     slurm_accelerators,
 )
 from paceline.parallel.ranks.rendezvous import attempt_store, make_store, rendezvous_path
-from paceline.parallel.ranks.supervision.heartbeats import Phase, beat
 from paceline.records.environment import threads_per_rank
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"

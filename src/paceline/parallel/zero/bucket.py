@@ -6,20 +6,166 @@ this rank's shard of the sum is added to its shards' gradients, and the message 
 gradient of the shard persists from step to step.
 
 A parameter whose gradient was moved into a message has a `ReducedGradient` instead.
+
+Placeholder for a gradient that was reduce-scattered.
+
+A rank holds only its own shard of such a gradient. If the parameter's gradient were None, the norm
+over all gradients would be 0, and a plain optimizer would silently do nothing. The placeholder is a
+tensor without memory that raises when used, with an error that names the alternatives.
+
+Tracks which parameters had a gradient on any rank.
+
+Ranks exchange this in one small message per backward pass, sent after the last bucket, or one per
+bucket if buckets step in backward. Reading the result waits for the device. A rank reads it only
+for parameters without a gradient of its own, and only once per optimizer step, regardless of the
+number of passes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.buckets import BucketPlan, reducible_gradient, view_like
-from paceline.parallel.ranks.rank_weight import RankWeight
-from paceline.parallel.ranks.reduce_scatter import ReduceScatter, start_reduce_scatter
+from paceline.core.errors import UsageError
+from paceline.parallel.buckets import BucketPlan, RankWeight, reducible_gradient, view_like
+from paceline.parallel.ranks.collectives import ReduceScatter, start_reduce_scatter
+from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.zero.flat_parameters import FlatParameters
-from paceline.parallel.zero.reduced_gradient import ReducedGradient
-from paceline.parallel.zero.used_parameters import UsedParameters
+
+_aten = torch.ops.aten
+
+_CHANGES_NOTHING = frozenset({_aten.zero_.default, _aten.detach.default, _aten.alias.default})
+
+
+class ReducedGradient(Tensor):
+    """A gradient whose elements are on the ranks that own them.
+
+    Args:
+        parameter: The parameter of the gradient.
+        name: The parameter's name, for error messages.
+    """
+
+    parameter_name: str
+    received: Tensor | None
+    """The gradient that later backward passes have added, for the next message."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[Self], parameter: Tensor, name: str) -> Self:  # noqa: D102
+        made: Self = Tensor._make_wrapper_subclass(
+            cls,
+            parameter.size(),
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        made.parameter_name = name
+        made.received = None
+        return made
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Returns an empty storage, for code that counts memory."""
+        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"<gradient of {self.parameter_name!r}, reduce-scattered>"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, _types: Sequence[type], arguments: Any = (), _keywords: Any = None
+    ) -> Any:
+        first = arguments[0]
+        if isinstance(first, ReducedGradient):
+            if function is _aten.add_.Tensor:  # Autograd adds the next pass's gradient.
+                more = arguments[1]
+                first.received = more if first.received is None else first.received + more
+                return first
+            if function is _aten.add.Tensor:  # The same, out of place (create_graph=True).
+                return arguments[1]
+            if function in _CHANGES_NOTHING:
+                return first
+        if function is _aten._foreach_zero_.default:
+            return None
+        name = next(_reduced_in(arguments)).parameter_name
+        raise UsageError(
+            f"the gradient of parameter {name!r} was reduce-scattered, and each rank has its own "
+            "shard of it only: clip with the container's clip_grad_norm_(), update with a "
+            "ShardedOptimizer of its parameters; for whatever needs whole gradients, such as a "
+            "GradScaler, use BucketedDataParallel"
+        )
+
+
+def _reduced_in(arguments: Any) -> Any:
+    for argument in arguments:
+        if isinstance(argument, ReducedGradient):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _reduced_in(argument)
+
+
+class UsedParameters:
+    """Counts, for each parameter, the ranks that had a gradient.
+
+    Args:
+        num_parameters: Number of tracked parameters.
+        device: Device of the collectives.
+    """
+
+    def __init__(self, num_parameters: int, device: torch.device) -> None:
+        self._num_parameters = num_parameters
+        self._device = device
+        self._missing: list[int] = []
+        self._passes: list[tuple[Tensor, Pending]] = []
+
+    def note_missing(self, parameter: int) -> None:
+        """Records that this rank has no gradient for a parameter in this pass."""
+        self._missing.append(parameter)
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Starts the all-reduce of this pass's counts."""
+        counts = torch.ones(self._num_parameters, device=self._device)
+        for parameter in self._missing:
+            counts[parameter] = 0
+        self._missing = []
+        work = dist.all_reduce(counts, group=group, async_op=True)
+        pending = Pending("count of gradients", counts.nbytes, [work], self._device)
+        self._passes.append((counts, pending))
+
+    def decide_gradients(self, flats: Sequence[FlatParameters]) -> None:
+        """Sets the gradient of undecided shards that had one on any rank.
+
+        Waits for the device only if there are undecided shards.
+        """
+        undecided = [item for flat in flats for item in flat.undecided.items()]
+        if undecided:
+            answers = self._had_gradients([place for _, (place, _) in undecided])
+            for (shard, (_, total)), had_one in zip(undecided, answers, strict=True):
+                if had_one:
+                    shard.tensor.grad = total
+        for flat in flats:
+            flat.undecided.clear()
+        self.forget()
+
+    def _had_gradients(self, parameters: Sequence[int]) -> list[bool]:
+        """Returns whether any rank had a gradient for each parameter in any recorded pass."""
+        counts = []
+        for of_pass, pending in self._passes:
+            pending.wait()
+            counts.append(of_pass[list(parameters)])
+        answers: list[bool] = (torch.stack(counts).sum(0) > 0).tolist()
+        return answers
+
+    def forget(self) -> None:
+        """Discards the recorded passes, after waiting for their messages."""
+        for _, pending in self._passes:
+            pending.wait()
+        self._passes = []
 
 
 class ShardedBucket:

@@ -37,22 +37,19 @@ from paceline.core.errors import UsageError
 from paceline.core.ranges import WAIT
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.kernels.named_range import named_range
+from paceline.parallel.backward_pass import GroupReference, LaunchPolicy, SynchronizationStats
 from paceline.parallel.buckets import BucketPlan
+from paceline.parallel.contract import LocalGradients
+from paceline.parallel.ddp import DataParallel, bucket_cap_bytes
+from paceline.parallel.module_checks import is_compiled
 from paceline.parallel.partition import Partition, shard_evenly
+from paceline.parallel.ranks.collectives import sends_directly, works_in_place
 from paceline.parallel.ranks.device_clock import Moment, seconds_between
 from paceline.parallel.ranks.pending import Pending
-from paceline.parallel.ranks.reduce_scatter import sends_directly, works_in_place
-from paceline.parallel.reducer.backward_pass import SynchronizationStats
-from paceline.parallel.reducer.base import DataParallel, bucket_cap_bytes
-from paceline.parallel.reducer.gradient_norm import LocalGradients
-from paceline.parallel.reducer.module_checks import is_compiled
-from paceline.parallel.reducer.settings import GroupReference, LaunchPolicy
-from paceline.parallel.reducer.synchronizer import GradientSynchronizer
-from paceline.parallel.zero.bucket import ShardedBucket
+from paceline.parallel.reducer import GradientSynchronizer
+from paceline.parallel.zero.bucket import ShardedBucket, UsedParameters
 from paceline.parallel.zero.flat_parameters import FlatParameters
-from paceline.parallel.zero.gather_hooks import GatherHooks
-from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
-from paceline.parallel.zero.used_parameters import UsedParameters
+from paceline.parallel.zero.registry import GatherHooks, ShardedParameters, find_sharded_parameters
 
 StepMode = Literal["after_backward", "in_backward"]
 _Arguments = ParamSpec("_Arguments")

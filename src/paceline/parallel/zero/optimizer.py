@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
+from paceline.parallel.backward_pass import GroupReference
 from paceline.parallel.buckets import local_tensor, tensor_spec
+from paceline.parallel.module_checks import resolve_group
 from paceline.parallel.partition import Partition, choose_partition, plan_shards
-from paceline.parallel.reducer.module_checks import resolve_group
-from paceline.parallel.reducer.settings import GroupReference
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
 from paceline.parallel.zero.optimizer_state import (
     gather_full_state,

@@ -39,8 +39,7 @@ from paceline.parallel.zero.optimizer_state import (
     require_same_options,
     shaped,
 )
-from paceline.parallel.zero.runs import STEP
-from paceline.parallel.zero.shard_optimizer import ShardOptimizer
+from paceline.parallel.zero.shard_optimizer import STEP, ShardOptimizer
 
 _STATE = "state"
 _GROUPS = "param_groups"

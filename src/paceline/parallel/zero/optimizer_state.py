@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from paceline.core.errors import PacelineError
 from paceline.parallel.buckets import num_reals, view_like
 from paceline.parallel.zero.flat_parameters import Shard, flat_elements
-from paceline.parallel.zero.runs import STEP
 from paceline.parallel.zero.shard_optimizer import (
     MASTER,
     NOT_OPTIONS,
+    STEP,
     ChangedOption,
     ShardOptimizer,
 )

@@ -22,10 +22,8 @@ from paceline.planner.calibrations.conventions import (
 )
 from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.framework_memory import find_framework_memory
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
-from paceline.planner.cost.shapes import formula_of, join_shapes
-from paceline.planner.published.reader import model_of
-from paceline.planner.published.run import PublishedRun
+from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload, formula_of, join_shapes
+from paceline.planner.published import PublishedRun, model_of
 
 Array = npt.NDArray[np.float64]
 

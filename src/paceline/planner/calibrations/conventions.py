@@ -8,7 +8,7 @@ import dataclasses
 
 from paceline.core.specs import Precision
 from paceline.planner.cost.layouts import AttentionKernel
-from paceline.planner.published.run import PublishedRun
+from paceline.planner.published import PublishedRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

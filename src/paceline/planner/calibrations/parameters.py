@@ -3,16 +3,98 @@
 All constants are positive and fitted as logarithms. Each has a prior: its typical value as the mean
 and a standard deviation in log space. A constant that the rows do not constrain stays at its mean,
 so a calibration from few rows remains plausible.
+
+Vendor-stated device figures, the starting point of a fit: peaks, bandwidths, links, domains.
+
+Most come from the hardware table. Devices of published runs that are missing there are listed here
+with their vendor's dense figures. Approximate figures suffice: the fitted shares absorb the error.
+
+The terms fitted for each pool of rows, selected by held-out error and regret.
+
+The default terms are a separate attention rate, matmul sizes, exposed traffic and latencies. A term
+that raised the held-out error of a pool is removed, and one that lowered it is added.
+`docs/planner-accuracy.md` lists the effect of each term. Pools without an entry get the defaults.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
 
-from paceline.planner.calibrations.devices import DeviceFigures
-from paceline.planner.cost.cluster import Cluster
-from paceline.planner.cost.measured_cells import MeasuredCells
-from paceline.planner.cost.topology import Tier, Tiers
+from paceline.core.errors import HardwareError
+from paceline.core.hardware import find_device, known_devices
+from paceline.planner.cost.cluster import Cluster, MeasuredCells, Tier, Tiers
+
+_DTYPES = ("bfloat16", "float16", "float8", "float4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFigures:
+    """Vendor-stated figures of one device."""
+
+    half_flops_per_s: float
+    """Dense bfloat16 and float16 peak."""
+    memory_bytes_per_s: float
+    inner_bytes_per_s: float
+    """Bandwidth in one direction within the domain of the fastest link."""
+    outer_bytes_per_s: float
+    """Bandwidth in one direction between domains, with one network adapter per device."""
+    domain: int = 8
+    """Number of devices that the fastest link connects."""
+
+    def peak(self, dtype: str) -> float:
+        """Returns the dense matmul peak of a dtype. Each halving of the bits doubles it."""
+        return self.half_flops_per_s * {"float8": 2.0, "float4": 4.0}.get(dtype, 1.0)
+
+
+_GRACE_BLACKWELL = DeviceFigures(
+    half_flops_per_s=2.5e15,
+    memory_bytes_per_s=8e12,
+    inner_bytes_per_s=900e9,
+    outer_bytes_per_s=50e9,
+    domain=64,
+)
+_BESIDE_THE_TABLE = {
+    "gb200": _GRACE_BLACKWELL,
+    "gb300": _GRACE_BLACKWELL,
+    "b300": dataclasses.replace(_GRACE_BLACKWELL, domain=8),
+    # torchtitan's H100s: 500 W, HBM2e.
+    "h100-500w-hbm2e": DeviceFigures(
+        half_flops_per_s=989.4e12,
+        memory_bytes_per_s=2.4e12,
+        inner_bytes_per_s=450e9,
+        outer_bytes_per_s=50e9,
+    ),
+}
+_NETWORK_BYTES_PER_S = {"a100": 25e9, "v100": 12.5e9}
+_DEFAULT_NETWORK = 50e9
+
+
+def device_figures(name: str) -> DeviceFigures:
+    """Returns a device's stated figures, from this module or the hardware table."""
+    if name in _BESIDE_THE_TABLE:
+        return _BESIDE_THE_TABLE[name]
+    device = find_device(name)
+    generation = name.split("-", 1)[0]
+    return DeviceFigures(
+        half_flops_per_s=device.peak("bfloat16" if generation != "v100" else "float16").value,
+        memory_bytes_per_s=device.memory_bytes_per_s.value,
+        inner_bytes_per_s=device.links[0].bytes_per_s.value,
+        outer_bytes_per_s=_NETWORK_BYTES_PER_S.get(generation, _DEFAULT_NETWORK),
+    )
+
+
+def calibratable_devices() -> tuple[str, ...]:
+    """Returns the names of all devices with known figures."""
+    return (*_BESIDE_THE_TABLE, *(device.name for device in known_devices()))
+
+
+def require_device(name: str) -> DeviceFigures:
+    """Returns a device's figures; raises an error that lists known devices otherwise."""
+    try:
+        return device_figures(name)
+    except HardwareError as error:
+        names = ", ".join(calibratable_devices())
+        raise HardwareError(f"unknown device {name!r} in a row; known: {names}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,3 +186,22 @@ def cluster_of(
         step_s=values.get("step_s", 0.0),
         cells=cells,
     )
+
+
+USUAL_TERMS = ("attention", "matmul_size", "exposed", "latency")
+_TERMS: dict[str, tuple[str, ...]] = {
+    "bloom": (*USUAL_TERMS, "alignment"),
+    "llm-foundry": (*USUAL_TERMS, "step", "cells"),
+    "megatron-bridge-experts": ("attention", "matmul_size"),
+    "nemo-h100-sxm-bfloat16": ("attention", "matmul_size", "exposed"),
+    "nemo-h100-sxm-float8": ("matmul_size",),
+    "vtrain": ("attention", "exposed", "latency"),
+    "vtrain-host": (*USUAL_TERMS, "dispatch", "step", "cells"),
+}
+
+
+def terms_of(pool: str) -> tuple[str, ...]:
+    """Returns the terms of a pool. All llm-foundry pools share the same terms."""
+    if pool.startswith("llm-foundry-"):
+        return _TERMS["llm-foundry"]
+    return _TERMS.get(pool, USUAL_TERMS)

@@ -21,13 +21,12 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import BatchShape
-from paceline.planner.cost.cluster import NO_ENGINE, Cluster, Engine
+from paceline.planner.cost.cluster import NO_ENGINE, Cluster, Engine, Tier, Tiers
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
 from paceline.planner.cost.step_time import flops_per_pass
-from paceline.planner.cost.topology import Tier, Tiers
-from paceline.prediction.calibration import Calibration
-from paceline.prediction.compute import compute_time
+from paceline.predict.calibration import Calibration
+from paceline.predict.step import compute_time
 
 _COLLECTIVES_OF_A_SHARD = 3
 

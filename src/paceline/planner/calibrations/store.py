@@ -13,11 +13,10 @@ import msgspec
 from paceline.core.errors import DataError, UsageError, did_you_mean
 from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual
 from paceline.planner.calibrations.conventions import device_name
-from paceline.planner.calibrations.devices import require_device
-from paceline.planner.calibrations.parameters import cluster_of
-from paceline.planner.cost.measured_cells import MeasuredCells
+from paceline.planner.calibrations.parameters import cluster_of, require_device
+from paceline.planner.cost.cluster import MeasuredCells
 
-_DATA = pathlib.Path(__file__).parent / "data" / "calibrations.jsonl"
+_DATA = pathlib.Path(__file__).parents[1] / "data" / "calibrations.jsonl"
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,14 +28,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.communication.collectives import Numbers
-from paceline.accounting.communication.overlap import least_exposed_s
+from paceline.accounting.collectives import Numbers
 from paceline.accounting.explanation import Quantity, first_number
+from paceline.accounting.overlap import least_exposed_s
 from paceline.core.units import format_seconds
-from paceline.planner.cost.cluster import Cluster
+from paceline.planner.cost.cluster import Cluster, Span, Tiers, collective_time_s, send_time_s
 from paceline.planner.cost.experts import Experts
 from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
-from paceline.planner.cost.topology import Span, Tiers, collective_time_s, send_time_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.planner.cost.activations import kept_activations, logit_bytes, recomputed_bytes
+from paceline.planner.cost.cluster import Cluster
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.memory import LayoutMemory, layout_memory, state_quantities
-from paceline.planner.cost.step_time import Cluster, step_quantities
+from paceline.planner.cost.step_time import step_quantities
 
 _NAMED_AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 

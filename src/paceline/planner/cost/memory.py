@@ -20,7 +20,7 @@ stage has the fewest micro-batches in flight, plus the logits of one.
 The largest stage of a pipeline has ceil(L / p) blocks and the embedding or the output layer. If
 L + 2 blocks divide evenly and L do not, embedding and output layer count as one block each, as in
 BLOOM and Llama 3. The largest stage then has (L + 2) / p blocks, or one less and the embedding. For
-Paceline's trainer it is the largest of the trainer's stages (`paceline.accounting.stages`), which
+Paceline's trainer it is the largest of the trainer's stages (`paceline.accounting.flops`), which
 balance the work. `paceline.planner.cost.framework_memory` adds framework-specific memory.
 
 A mixture has E experts in most of its blocks. Each of x expert ranks holds E / x whole experts:

@@ -1,19 +1,187 @@
-"""Scenario of a run on n devices: failures, checkpoints and recovery."""
+"""Scenario of a run on n devices: failures, checkpoints and recovery.
+
+Goodput in closed form, exact for exponentially distributed failures.
+
+A job of n devices, each of which fails every m hours on average, is interrupted every M = m / n.
+After every t seconds of training it saves, which stops training for c seconds. The save is durable
+w seconds later. An interruption loses the work since the newest durable save. Training resumes
+after d seconds of detection, restart and load. A failure during this downtime restarts it.
+
+From one durable save to the next, t seconds of training are added. This takes t + c seconds without
+a failure, or t + c + w seconds after a failure. With failures at a rate 1 / M:
+
+    mean downtime D      = M (e^(d / M) - 1)
+    E[time between them] = (M + D) (e^((t + c) / M) - 1) e^(w / M)
+    goodput              = t / E
+
+For w = 0 this is Daly's complete model (2006). The optimal interval depends on neither d nor w. It
+is t = M (1 + W(-e^(-1 - c / M))) with Lambert's W, and for small c Young's sqrt(2 c M) (1974).
+All functions accept arrays.
+
+Schedule of checkpoint saves per tier, and the saves that can be loaded after a failure.
+
+Saves are numbered from the start of the run: every save goes to the first tier, every m-th to the
+second, and so on. Positions are computed in closed form instead of save by save, so the cost of
+simulating a run depends only on its number of failures.
+"""
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.special import lambertw
 
 from paceline.core.errors import UsageError
-from paceline.planner.goodput.cadence import Cadence, Tier
-from paceline.planner.goodput.formula import (
-    DAY_S,
-    HOUR_S,
-    best_interval_s,
-    equivalent_downtime_s,
-    goodput,
-    interruption_interval_s,
-    replica_share,
-)
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+
+
+def interruption_interval_s(device_failure_interval_h: Any, num_devices: Any) -> Any:
+    """Returns the mean time between interruptions of a job, in seconds."""
+    return np.asarray(device_failure_interval_h, dtype=np.float64) * HOUR_S / num_devices
+
+
+def young_interval_s(stall_s: Any, interruption_s: Any) -> Any:
+    """Returns sqrt(2 c M), the first-order approximation of the optimal interval."""
+    return np.sqrt(2 * np.asarray(stall_s, dtype=np.float64) * interruption_s)
+
+
+def best_interval_s(stall_s: Any, interruption_s: Any) -> Any:
+    """Returns the seconds of training between saves that maximize goodput."""
+    between = np.asarray(interruption_s, dtype=np.float64)
+    # W is undefined below -1/e, which rounding could reach. A save without a stall gives t = 0.
+    argument = np.maximum(-np.exp(-1 - stall_s / between), -np.exp(-1))
+    return between * np.maximum(1 + np.nan_to_num(lambertw(argument).real, nan=-1.0), 0.0)
+
+
+def goodput(
+    *,
+    interval_s: Any,
+    stall_s: Any,
+    downtime_s: Any,
+    interruption_s: Any,
+    write_s: Any = 0.0,
+    downtime_interruption_s: Any = None,
+) -> Any:
+    """Returns the fraction of time that is useful training.
+
+    Args:
+        interval_s: Training time between two saves.
+        stall_s: Time for which a save stops training.
+        downtime_s: Time from a failure to the next step: detection, restart, load.
+        interruption_s: Mean time between interruptions.
+        write_s: Time from the end of the stall until the save can be loaded.
+        downtime_interruption_s: Mean time between failures that restart a downtime, if it differs
+            from `interruption_s`.
+    """
+    interval = np.asarray(interval_s, dtype=np.float64)
+    between = np.asarray(interruption_s, dtype=np.float64)
+    again = between if downtime_interruption_s is None else np.asarray(downtime_interruption_s)
+    # Relative to M, so that a job without interruptions (infinite M) needs no special case.
+    segment = (interval + stall_s) / between
+    with np.errstate(invalid="ignore"):
+        mean_downtime = np.where(np.isinf(again), downtime_s, again * np.expm1(downtime_s / again))
+        completed = np.where(segment > 0, segment / np.expm1(segment), 1.0)
+    up = 1 / (1 + mean_downtime / between)
+    return interval / (interval + stall_s) * completed * np.exp(-write_s / between) * up
+
+
+def equivalent_downtime_s(downtimes_s: Any, weights: Any, interruption_s: Any) -> Any:
+    """Returns the single downtime with the same cost as several that occur with these weights."""
+    weights = np.asarray(weights, dtype=np.float64)
+    survived = (weights * np.exp(-np.asarray(downtimes_s) / interruption_s)).sum()
+    return -interruption_s * np.log(survived)
+
+
+def replica_share(*, pause_s: Any, absence_s: Any, num_replicas: Any, interruption_s: Any) -> Any:
+    """Returns the fraction of work done by a job that continues when it loses single replicas.
+
+    A loss stops the survivors for the heartbeat timeout and the step in flight. The work of the
+    lost replica, one of k, is missing until it heals. With an absence of a seconds, a / M replicas
+    are absent on average.
+
+    Args:
+        pause_s: Time that a loss costs the survivors.
+        absence_s: Time from the loss of a replica until it trains again.
+        num_replicas: Number of replicas that share the work.
+        interruption_s: Mean time between losses.
+    """
+    between = np.asarray(interruption_s, dtype=np.float64)
+    absent = np.minimum(np.asarray(absence_s) / between / num_replicas, 1.0)
+    return np.exp(-np.asarray(pause_s) / between) * (1 - absent)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A destination for checkpoints."""
+
+    name: str
+    """memory, disk or s3."""
+    stall_s: float
+    """Time for which a save stops training."""
+    write_s: float
+    """Time from the end of the stall until the save can be loaded."""
+    load_s: float
+    """Time to load a save on all devices at once."""
+    is_volatile: bool = False
+    """Whether a failure of neighbouring hosts loses the save, as with a copy in a peer's memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """Saves after every interval of training. Tier i gets every multiples[i]-th save."""
+
+    interval_s: float
+    tiers: tuple[Tier, ...]
+    multiples: tuple[int, ...]
+
+    def time_s(self, first: int, count: int) -> float:
+        """Returns the duration of `count` intervals with their saves after save number `first`."""
+        stalls = sum(
+            tier.stall_s * ((first + count) // multiple - first // multiple)
+            for tier, multiple in zip(self.tiers, self.multiples, strict=True)
+        )
+        return count * self.interval_s + stalls
+
+    def saves_within(self, first: int, up_s: float) -> int:
+        """Returns the number of saves that finish stalling in `up_s` seconds without a failure."""
+        if up_s <= 0:
+            return 0
+        mean_s = self.interval_s + sum(
+            tier.stall_s / multiple
+            for tier, multiple in zip(self.tiers, self.multiples, strict=True)
+        )
+        count = int(up_s / mean_s)
+        while count > 0 and self.time_s(first, count) > up_s:
+            count -= 1
+        while self.time_s(first, count + 1) <= up_s:
+            count += 1
+        return count
+
+    def work_s(self, first: int, up_s: float) -> float:
+        """Returns the training time, excluding stalls, in `up_s` seconds after save `first`."""
+        count = self.saves_within(first, up_s)
+        rest_s = up_s - self.time_s(first, count)
+        return count * self.interval_s + min(max(rest_s, 0.0), self.interval_s)
+
+    def durable(self, first: int, up_s: float, known: Sequence[int]) -> list[int]:
+        """Returns the newest save that each tier can load.
+
+        Args:
+            first: The save from which training resumed.
+            up_s: Time since then.
+            known: The newest save that each tier could load at that time.
+        """
+        newest = []
+        for tier, multiple, before in zip(self.tiers, self.multiples, known, strict=True):
+            written = first + self.saves_within(first, up_s - tier.write_s)
+            save = written // multiple * multiple
+            newest.append(save if save > first else before)
+        return newest
+
 
 DEVICES_PER_HOST = 8
 

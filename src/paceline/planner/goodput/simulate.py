@@ -4,6 +4,8 @@ Events are failures, planned interruptions and healed replicas. The time between
 computed in closed form, so the cost depends only on the number of events: about 3,000 for 100,000
 devices in 60 days. Devices also fail during downtime, which then restarts. Every second of the run
 is attributed to `PARTS`.
+
+Records of simulated goodput.
 """
 
 import bisect
@@ -11,12 +13,13 @@ import dataclasses
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from paceline.planner.goodput.formula import DAY_S
-from paceline.planner.goodput.scenario import DEVICES_PER_HOST, Scenario
+from paceline.planner.goodput.options import Option, llama3, variations
+from paceline.planner.goodput.scenario import DAY_S, DEVICES_PER_HOST, Scenario
+from paceline.records import CaseValue, Environment, Metric, Record
 
 PARTS = ("useful", "stall", "lost", "detection", "replacement", "restart", "load", "absent")
 """Useful training, stalls for saves, lost training, the phases of downtime, and the missing work of
@@ -273,3 +276,89 @@ class _Run:
             ("load", load_s),
         )
         self._pending = deque(self._downtime)
+
+
+GOODPUT = "goodput"
+REPLAY = "goodput_replay"
+
+
+def option_records(
+    chosen: Iterable[Option],
+    environment: Environment,
+    *,
+    constants: str,
+    trials: int,
+    seed: int,
+    done: Callable[[], None] = lambda: None,
+) -> Iterator[Record]:
+    """Simulates scenarios and yields one record per scenario.
+
+    Args:
+        chosen: The options to simulate.
+        environment: Environment of the simulation.
+        constants: Name of the set of constants behind the options.
+        trials: Simulated runs per option.
+        seed: Random seed of every simulation.
+        done: Called after each option.
+    """
+    for option in chosen:
+        scenario = option.scenario
+        case: dict[str, CaseValue] = {
+            "devices": scenario.devices,
+            "recovery": option.recovery,
+            "checkpoint": option.checkpoint,
+            "spare_hosts": scenario.recovery.spare_hosts,
+            "constants": constants,
+            "days": scenario.days,
+            "device_interval_h": scenario.failures.device_interval_h,
+            "detection_s": scenario.recovery.detection_s,
+            "restart_s": scenario.recovery.restart_s,
+        }
+        if scenario.replicas is not None:
+            case["heal_s"] = scenario.replicas.heal_s
+            case["devices_per_replica"] = scenario.replicas.devices_per_replica
+        yield _record(GOODPUT, case, scenario, environment, trials, seed)
+        done()
+
+
+def replay_records(environment: Environment, *, trials: int, seed: int) -> Iterator[Record]:
+    """Yields a record of Llama 3's simulated run for each variation of the assumptions."""
+    for words, assumed in variations():
+        case: dict[str, CaseValue] = {"run": "Llama 3 405B", "assumption": words}
+        case |= {
+            name: value
+            for name, value in dataclasses.asdict(assumed).items()
+            if name in ("detection_s", "restart_s")
+        }
+        yield _record(REPLAY, case, llama3(assumed), environment, trials, seed)
+
+
+def _record(
+    kind: str,
+    case: dict[str, CaseValue],
+    scenario: Scenario,
+    environment: Environment,
+    trials: int,
+    seed: int,
+) -> Record:
+    found = simulate(scenario, trials=trials, seed=seed)
+    return Record(
+        kind=kind,
+        case={**case, "trials": trials, "seed": seed},
+        environment=environment,
+        metrics=_metrics(scenario, found),
+        outcome="ok",
+    )
+
+
+def _metrics(scenario: Scenario, found: Simulated) -> dict[str, Metric]:
+    simulated = Metric(
+        value=found.goodput, low=found.goodput - found.error, high=found.goodput + found.error
+    )
+    return {
+        "goodput": simulated,
+        "formula_goodput": Metric(value=scenario.formula()),
+        **{f"{name}_share": Metric(value=share) for name, share in found.shares.items()},
+        "failures_per_day": Metric(value=found.failures_per_day),
+        "checkpoint_interval_s": Metric(value=scenario.cadence.interval_s),
+    }

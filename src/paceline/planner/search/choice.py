@@ -12,8 +12,7 @@ from paceline.planner.cost.layouts import SHARDING_STAGES
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
 from paceline.planner.search.candidates import Candidates
-from paceline.planner.search.costs import Costs
-from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.spec import Costs, SearchQuestion
 
 BOUNDS = {
     "compute_s": "compute",

@@ -18,11 +18,15 @@ from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
-from paceline.planner.search.candidates import Array, Candidates, candidate_chunks, candidates_of
+from paceline.planner.search.candidates import (
+    Array,
+    Candidates,
+    candidate_chunks,
+    candidates_of,
+    meshes,
+)
 from paceline.planner.search.choice import Choice, choices, layout_at, layout_name
-from paceline.planner.search.costs import Costs
-from paceline.planner.search.meshes import meshes
-from paceline.planner.search.question import SearchQuestion, describe_fixed
+from paceline.planner.search.spec import Costs, SearchQuestion, describe_fixed
 
 _TIE_DIGITS = 9
 

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.planner.calibrations.build import calibrations_of, held_out_by, predict_held_out
 from paceline.planner.calibrations.calibration import FrameworkCalibration, ranges
 from paceline.planner.calibrations.cases import Array, Case, group_cases
-from paceline.planner.calibrations.fit import fit_cases
-from paceline.planner.calibrations.terms import terms_of
+from paceline.planner.calibrations.fit import (
+    calibrations_of,
+    fit_cases,
+    held_out_by,
+    predict_held_out,
+)
+from paceline.planner.calibrations.parameters import terms_of
 
 _SOURCES = {
     "vtrain": "vTrain, 64 to 512 A100",

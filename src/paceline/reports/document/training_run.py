@@ -17,8 +17,7 @@ from paceline.reports.tables.training_run import (
     outcome_table,
     phases_table,
 )
-from paceline.training.metrics.rows import FINISHED
-from paceline.training.metrics.summary import run_metrics
+from paceline.training.metrics import FINISHED, run_metrics
 
 
 def write_run_page(directory: pathlib.Path, out: pathlib.Path) -> None:

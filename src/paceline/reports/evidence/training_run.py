@@ -10,11 +10,11 @@ import msgspec
 from paceline.core.errors import RecordError, UsageError
 from paceline.records import Environment
 from paceline.records.codecs import UNDECODABLE
-from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import (
+from paceline.training.metrics import (
     STARTED,
     EvaluationRow,
     EventRow,
+    Expectation,
     MetricsFile,
     MetricsRow,
     StepRow,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter
 
-from paceline.prediction.backtest import HeldOutPrediction
+from paceline.predict.backtest import HeldOutPrediction
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 from paceline.reports.tables.planning.backtest import summary_text
 

@@ -17,7 +17,7 @@ _ROOM = 2.0
 
 def plot_communication(records: Sequence[Record]) -> Figure:
     """Draws algorithm bandwidth by message size, with the ceiling from the link's line rate."""
-    from paceline.accounting.communication.collectives import bus_factor
+    from paceline.accounting.collectives import bus_factor
 
     figure, axes = new_figure("Throughput of collectives", records)
     axes.set_xscale("log")

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from paceline.core.units import format_count
-from paceline.data.inspect.lengths import DocumentLengths
+from paceline.data.inspect import DocumentLengths
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 
 

@@ -41,7 +41,7 @@ def plot_strategies(records: Sequence[Record]) -> Figure:
 
 def plot_bucket_size(records: Sequence[Record]) -> Figure:
     """Draws exposed communication by bucket size: measured, predicted, and sqrt(s w o)."""
-    from paceline.accounting.communication.overlap import balanced_bucket_bytes
+    from paceline.accounting.overlap import balanced_bucket_bytes
 
     sized = [
         record for record in records if isinstance(record.case.get("bucket_size_mb"), int | float)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from paceline.checkpoint.catalog import CheckpointSummary
 from paceline.core.units import format_binary_bytes
 from paceline.reports.tables.table import Table
-from paceline.training.checkpoint.verify import CheckpointSummary
 
 
 def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:

@@ -1,7 +1,7 @@
 """Tables of a prepared dataset."""
 
 from paceline.core.units import format_binary_bytes, format_count
-from paceline.data.format.manifest import Manifest
+from paceline.data.manifest import Manifest
 from paceline.reports.tables.table import Table
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from paceline.records import Record
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
-from paceline.scaling.allocation.decide import Decision
+from paceline.scaling.decide import Decision
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.surface import compute_for
 

@@ -7,7 +7,7 @@ from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.reports.tables.terminal import NOT_APPLICABLE
-from paceline.training.metrics.summary import phase_times, run_metrics
+from paceline.training.metrics import phase_times, run_metrics
 
 _MOST_ROWS = 40
 """Maximum number of evaluations and events; the newest are shown."""

@@ -5,6 +5,19 @@ step of the sweep, and differs between budgets. A parabola in log N interpolates
 runs. A loss profile is steeper on one side, so runs far from the minimum bias the vertex; runs are
 therefore weighted by their distance from the lowest one. A budget whose lowest run is the smallest
 or the largest tried has no interior minimum and is skipped; `diagnose` reports it.
+
+Power laws through a few points: N = k C^a, and L = E + K C^-g.
+
+The first is fitted as a line in log space: N spans orders of magnitude, and a fit of N itself would
+be dominated by the largest values. The second is linear in E and K for a given g, so only g is
+searched. Both fit many replicates at once, one per row; NaN points of a replicate are ignored.
+
+The envelope of training curves: for every budget, the size with the lowest loss so far.
+
+Each point of a curve is treated as the end of a run, which is valid only if the learning rate had
+decayed by then; `diagnose` compares curves with final losses. At each of many budgets, a parabola
+through the lowest curve and its neighbours in size interpolates the best N. A budget at which the
+smallest or the largest model has the lowest loss has no minimum and is skipped.
 """
 
 import dataclasses
@@ -12,16 +25,142 @@ import dataclasses
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.fits.bootstrap import MethodName, require_replicates
-from paceline.scaling.fits.power_law import (
-    LogLine,
-    SaturatingLaw,
-    draw_log_lines,
-    fit_log_line,
-    fit_saturating_law,
-)
-from paceline.scaling.runs.sweep import Sweep
-from paceline.scaling.surface import Array
+from paceline.scaling.surface import Array, compute_for
+from paceline.scaling.sweep import MethodName, Sweep, require_replicates
+
+_NUM_GRID = 60
+_NUM_ZOOMS = 3
+_FEWEST_POINTS = 3
+_LARGEST_LOG = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LogLine:
+    """Lines log N = level + slope (log C - centre), one per replicate."""
+
+    centre: float
+    level: Array
+    slope: Array
+    squares: Array
+    """Sum of squared residuals in log N."""
+
+    def at(self, compute: Array) -> Array:
+        """Returns N of every replicate (rows) for every budget (columns)."""
+        offset = np.log(compute) - self.centre
+        logs = self.level[:, None] + self.slope[:, None] * offset
+        # Three points leave a Student distribution without a mean, so draws can be arbitrarily far.
+        return np.asarray(np.exp(np.clip(logs, -_LARGEST_LOG, _LARGEST_LOG)))
+
+
+def fit_log_line(compute: Array, values: Array) -> LogLine:
+    """Fits a line to every row of `values` in log space."""
+    is_known = np.isfinite(values)
+    log_values = np.log(np.where(is_known, values, 1.0))
+    centre = float(np.log(compute).mean())
+    offset = np.log(compute) - centre
+    count = is_known.sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean_x = (is_known * offset).sum(axis=1) / count
+        mean_y = (is_known * log_values).sum(axis=1) / count
+        x, y = offset - mean_x[:, None], log_values - mean_y[:, None]
+        # Fewer than two points give 0/0: the replicate becomes NaN and is dropped.
+        slope = (is_known * x * y).sum(axis=1) / (is_known * x**2).sum(axis=1)
+    residual = is_known * (y - slope[:, None] * x)
+    return LogLine(
+        centre=centre, level=mean_y - slope * mean_x, slope=slope, squares=(residual**2).sum(axis=1)
+    )
+
+
+def draw_log_lines(compute: Array, values: Array, num_draws: int, seed: int = 0) -> LogLine:
+    """Draws lines from the Student distribution of a least-squares fit to one row of values.
+
+    The percentiles of these draws are the textbook confidence intervals of the regression line.
+    """
+    line = fit_log_line(compute, values[None])
+    offset = np.log(compute) - line.centre
+    freedom = len(values) - 2
+    generator = np.random.default_rng(seed)
+    scale = np.sqrt(line.squares[0] / max(freedom, 1))
+    # Level and slope are independent, because log C is centred.
+    chi = np.sqrt(generator.chisquare(max(freedom, 1), num_draws) / max(freedom, 1))
+    normal = generator.standard_normal((2, num_draws)) / chi
+    return LogLine(
+        centre=line.centre,
+        level=line.level[0] + scale / np.sqrt(len(values)) * normal[0],
+        slope=line.slope[0] + scale / np.sqrt((offset**2).sum()) * normal[1],
+        squares=np.full(num_draws, line.squares[0]),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SaturatingLaw:
+    """Laws L = floor + height (C/centre)^-exponent, one per replicate."""
+
+    centre: float
+    floor: Array
+    height: Array
+    exponent: Array
+
+    def at(self, compute: Array) -> Array:
+        """Returns the loss of every replicate (rows) for every budget (columns)."""
+        power = (compute / self.centre) ** -self.exponent[:, None]
+        return np.asarray(self.floor[:, None] + self.height[:, None] * power)
+
+    def compute_for(self, loss: Array) -> Array:
+        """Returns the compute at which the first law reaches each loss."""
+        reducible = (loss - self.floor[0]) / self.height[0]
+        return np.asarray(self.centre * reducible ** (-1 / self.exponent[0]))
+
+
+def fit_saturating_law(compute: Array, losses: Array) -> SaturatingLaw:
+    """Fits every row of `losses` by relative error, with a non-negative floor."""
+    centre = float(np.exp(np.log(compute).mean()))
+    ratio = np.log(compute / centre)
+    is_known = np.isfinite(losses)
+    # Two points do not determine the law: the result is NaN for replicates with fewer than three.
+    is_determined = is_known.sum(axis=1) >= _FEWEST_POINTS
+    is_known = is_known | ~is_determined[:, None]
+    safe = np.where(is_known & is_determined[:, None], losses, 1.0)
+    weights = is_known / safe**2
+    low, high = np.full(len(losses), 0.005), np.full(len(losses), 1.5)
+    for _ in range(_NUM_ZOOMS):
+        steps = np.linspace(0, 1, _NUM_GRID)
+        grid = low[:, None] * (high / low)[:, None] ** steps
+        _floor, _height, squares = _solve_law(grid, ratio, weights, safe)
+        best = squares.argmin(axis=1)
+        rows = np.arange(len(losses))
+        low = grid[rows, np.maximum(best - 1, 0)]
+        high = grid[rows, np.minimum(best + 1, _NUM_GRID - 1)]
+    exponent = grid[rows, best]
+    floor, height, _squares = _solve_law(exponent[:, None], ratio, weights, safe)
+    return SaturatingLaw(
+        centre=centre,
+        floor=np.where(is_determined, floor[:, 0], np.nan),
+        height=height[:, 0],
+        exponent=exponent,
+    )
+
+
+def _solve_law(
+    exponents: Array, ratio: Array, weights: Array, losses: Array
+) -> tuple[Array, Array, Array]:
+    """Solves for floor and height at each exponent of a grid, per replicate."""
+    power = np.exp(-exponents[:, :, None] * ratio)
+    total = weights.sum(axis=1)[:, None]
+    first = np.einsum("rgb,rb->rg", power, weights)
+    second = np.einsum("rgb,rb->rg", power**2, weights)
+    moment = (weights * losses).sum(axis=1)[:, None]
+    moment_power = np.einsum("rgb,rb->rg", power, weights * losses)
+    determinant = total * second - first**2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        floor = (second * moment - first * moment_power) / determinant
+        height = (total * moment_power - first * moment) / determinant
+        through_zero = moment_power / second
+    is_bound = ~(floor >= 0)
+    floor, height = np.where(is_bound, 0.0, floor), np.where(is_bound, through_zero, height)
+    residual = losses[:, None, :] - floor[..., None] - height[..., None] * power
+    return floor, height, np.einsum("rgb,rb->rg", residual**2, weights)
+
 
 # Runs with a fifth or five times the size of the lowest one have a weight of 0.6.
 _REACH = float(np.log(5.0))
@@ -220,3 +359,49 @@ def _coefficients(offset: Array, losses: Array, counts: Array) -> Array:
     safe = np.where(is_determined[:, None, None], gram, np.eye(3))
     solved = np.linalg.solve(safe, moments[..., None])[..., 0]
     return np.asarray(np.where(is_determined[:, None], solved, np.nan))
+
+
+# Neighbouring points of one curve belong to the same run: more budgets add no information.
+_NUM_BUDGETS = 24
+
+
+def fit_envelope(sweep: Sweep, num_draws: int, seed: int = 0) -> PowerLawFit:
+    """Fits power laws through the minima of the envelope."""
+    sizes, budgets, losses = curve_losses(sweep)
+    points = []
+    for budget, column in zip(budgets, losses.T, strict=True):
+        reached = np.flatnonzero(np.isfinite(column))
+        if len(reached) < 3:
+            continue
+        lowest = int(column[reached].argmin())
+        if 0 < lowest < len(reached) - 1:
+            near = reached[lowest - 1 : lowest + 2]
+            vertex = parabola_vertex(sizes[near], column[near], float(sizes[reached[lowest]]))
+            if vertex is not None:
+                points.append((budget, *vertex))
+    require_points("envelope", len(points))
+    compute, parameters, loss = np.array(points).T
+    return power_law_through("envelope", compute, parameters, loss, num_draws, seed)
+
+
+def curve_losses(sweep: Sweep) -> tuple[Array, Array, Array]:
+    """Returns sizes, budgets, and the loss of each size at each budget; NaN if not reached."""
+    curves = [
+        (size, curve)
+        for size, curve in zip(sweep.parameters, sweep.curves, strict=False)
+        if curve is not None
+    ]
+    if not curves:
+        raise UsageError(
+            "envelope: no run has a curve; give runs a `curve` of [tokens, loss] pairs"
+        )
+    spans = np.array([compute_for(size, curve.tokens[[0, -1]]) for size, curve in curves])
+    budgets = np.geomspace(spans[:, 0].min(), spans[:, 1].max(), _NUM_BUDGETS)
+    sizes = np.unique([size for size, _ in curves])
+    losses = np.full((len(sizes), _NUM_BUDGETS), np.inf)
+    for size, curve in curves:
+        row = int(np.searchsorted(sizes, size))
+        compute = np.log(compute_for(size, curve.tokens))
+        values = np.interp(np.log(budgets), compute, curve.loss, left=np.inf, right=np.inf)
+        losses[row] = np.minimum(losses[row], values)
+    return sizes, budgets, np.where(np.isfinite(losses), losses, np.nan)

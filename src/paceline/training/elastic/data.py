@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
-from paceline.parallel.elastic.members import Members
+from paceline.parallel.elastic import Members
 from paceline.training.config import RunConfig
 
 

@@ -17,25 +17,23 @@ from typing import Any, Literal
 
 from paceline.core.units import MIB
 from paceline.parallel import Session
-from paceline.parallel.elastic.gradients import ReplicaGradients
-from paceline.parallel.elastic.members import Members
-from paceline.parallel.elastic.replica_group import ReplicaGroup
-from paceline.training.build import Trainee
+from paceline.parallel.elastic import Members, ReplicaGradients
+from paceline.parallel.replica_group import ReplicaGroup
 from paceline.training.config import RunConfig
 from paceline.training.elastic.data import ReplicaData
 from paceline.training.elastic.launch import LIGHTHOUSE, NUM_REPLICAS, REPLICA, note_first_step
 from paceline.training.elastic.reporter import Reporter
 from paceline.training.elastic.step import ReplicaStep
 from paceline.training.evaluation import HeldOut
+from paceline.training.health.errors import DivergedError
 from paceline.training.loop import RunOutcome
-from paceline.training.metrics.observers import Observer
-from paceline.training.metrics.rows import REPLICAS, SAVED, EvaluationRow, EventRow, StepRow
+from paceline.training.metrics import REPLICAS, SAVED, EvaluationRow, EventRow, StepRow
+from paceline.training.observers import Observer
+from paceline.training.optimizers import learning_rate_factor, set_learning_rate
+from paceline.training.parallelize import Trainee
+from paceline.training.run_checkpointer import RunStates
 from paceline.training.run_files import METRICS
-from paceline.training.run_state import RunStates
 from paceline.training.signals import StopRequest
-from paceline.training.steps.optimizers import set_learning_rate
-from paceline.training.steps.schedule import learning_rate_factor
-from paceline.training.watch.errors import DivergedError
 
 
 def train_replica(

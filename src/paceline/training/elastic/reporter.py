@@ -8,8 +8,8 @@ import collections
 import pathlib
 from collections.abc import Callable
 
-from paceline.training.metrics.observers import Observer
-from paceline.training.metrics.rows import STARTED, EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.metrics import STARTED, EventRow, MetricsFile, MetricsRow, StepRow
+from paceline.training.observers import Observer
 
 _KEPT_ROWS = 64
 """Number of step rows that a replica keeps in case it has to write them."""

@@ -7,13 +7,12 @@ import torch
 
 from paceline.data.loader.torch_batches import TorchBatch
 from paceline.data.sampling.audit import join_digest, split_digest
-from paceline.parallel.elastic.gradients import ReplicaGradients
-from paceline.parallel.elastic.members import Members
-from paceline.parallel.elastic.replica_group import ReplicaGroup
+from paceline.parallel.elastic import Members, ReplicaGradients
+from paceline.parallel.replica_group import ReplicaGroup
 from paceline.parallel.strategies import clip_grad_norm
-from paceline.training.build import Trainee
 from paceline.training.config import StepConfig
-from paceline.training.steps.step import StepResult, TrainingStep
+from paceline.training.parallelize import Trainee
+from paceline.training.step import StepResult, TrainingStep
 
 
 class ReplicaStep:

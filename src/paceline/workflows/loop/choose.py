@@ -13,9 +13,9 @@ from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.scaling import ScalingFit, diagnose, fit, read_sweep
-from paceline.scaling.allocation.model_shapes import rule_of_thumb_parameters
-from paceline.scaling.experiments.candidates import learn_from
-from paceline.scaling.experiments.design import Belief
+from paceline.scaling.candidates import learn_from
+from paceline.scaling.design import Belief
+from paceline.scaling.model_shapes import rule_of_thumb_parameters
 from paceline.scaling.surface import tokens_for
 from paceline.workflows.loop.directory import (
     ChosenModel,

@@ -26,8 +26,8 @@ from paceline.core.errors import PacelineError, UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.core.strategies import StrategyName
-from paceline.data.storage.local import LocalStorage
-from paceline.prediction.history import HistoryEntry
+from paceline.data.storage import LocalStorage
+from paceline.predict.history import HistoryEntry
 from paceline.records.codecs import UNDECODABLE
 from paceline.workflows.sweep.design import COST_OF_LARGEST, PlannedRun, Question
 from paceline.workflows.sweep.directory import SweepDirectory

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
-from paceline.prediction.calibration_records import calibrations
-from paceline.prediction.history import HistoryEntry, Quantity, corrected
+from paceline.predict.calibration import calibrations
+from paceline.predict.history import HistoryEntry, Quantity, corrected
 from paceline.records import Record, RecordStore
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig

@@ -17,9 +17,9 @@ import msgspec
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.strategies import StrategyName
-from paceline.prediction.backtest import covering_error
-from paceline.prediction.calibration_records import calibrations
-from paceline.prediction.step import PREDICTED
+from paceline.predict.backtest import covering_error
+from paceline.predict.calibration import calibrations
+from paceline.predict.step import PREDICTED
 from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig

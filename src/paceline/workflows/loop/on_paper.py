@@ -13,15 +13,14 @@ from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.specs import ModelShape
-from paceline.planner.goodput.formula import DAY_S
+from paceline.planner.goodput.scenario import DAY_S
 from paceline.planner.search.advice import Change, variations, what_helps
-from paceline.planner.search.costs import Costs
-from paceline.planner.search.question import SearchQuestion
-from paceline.planner.search.run_estimate import RunEstimate, estimate_run
+from paceline.planner.search.budget import RunEstimate, estimate_run
 from paceline.planner.search.search import SearchResult, search
-from paceline.scaling.allocation.model_shapes import cluster_shape, suggested_batch_tokens
-from paceline.scaling.allocation.waste import WRONG_BY
-from paceline.scaling.experiments.candidates import learn_from
+from paceline.planner.search.spec import Costs, SearchQuestion
+from paceline.scaling.candidates import learn_from
+from paceline.scaling.decide import WRONG_BY
+from paceline.scaling.model_shapes import cluster_shape, suggested_batch_tokens
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
 from paceline.workflows.loop.choose import best_loss, best_size

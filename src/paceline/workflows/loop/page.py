@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.core.units import format_duration
-from paceline.prediction.history import HistoryEntry, coverage, read_history
+from paceline.predict.history import HistoryEntry, coverage, read_history
 from paceline.reports.document.html import render_page
 from paceline.reports.document.model import Block, Chapter, Page, Picture
 from paceline.reports.document.pictures import picture_of
@@ -19,7 +19,7 @@ from paceline.reports.plots.scaling_laws.fitted import plot_profiles
 from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
 from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
-from paceline.scaling.experiments.candidates import learn_from
+from paceline.scaling.candidates import learn_from
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.workflows.loop.choose import fit_sweep
 from paceline.workflows.loop.directory import (

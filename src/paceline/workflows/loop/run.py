@@ -13,8 +13,8 @@ from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
-from paceline.data.storage.local import LocalStorage
-from paceline.prediction.history import HistoryEntry, append_history, read_history
+from paceline.data.storage import LocalStorage
+from paceline.predict.history import HistoryEntry, append_history, read_history
 from paceline.records.environment import threads_per_rank
 from paceline.reports.tables.columns import with_interval
 from paceline.training.config import RunConfig

@@ -18,11 +18,11 @@ from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.specs import ModelShape
-from paceline.scaling.allocation.model_shapes import ladder_shape
-from paceline.scaling.experiments.candidates import learn_from
-from paceline.scaling.experiments.design import Belief
-from paceline.scaling.runs.sweep import Sweep
+from paceline.scaling.candidates import learn_from
+from paceline.scaling.design import Belief
+from paceline.scaling.model_shapes import ladder_shape
 from paceline.scaling.surface import compute_for
+from paceline.scaling.sweep import Sweep
 from paceline.workflows.sweep.rules import VARIED_BATCHES, VARIED_RATES, Rule
 
 _NUM_LEVELS = 5

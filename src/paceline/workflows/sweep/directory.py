@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.core.errors import UsageError
-from paceline.data.storage.local import LocalStorage
+from paceline.data.storage import LocalStorage
 from paceline.records import Outcome, Record
 from paceline.records.codecs import UNDECODABLE
 from paceline.training.config import ModelConfig, RunConfig

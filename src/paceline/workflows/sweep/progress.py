@@ -6,8 +6,7 @@ import msgspec
 
 from paceline.core.units import format_duration
 from paceline.records.codecs import UNDECODABLE
-from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import StepRow
+from paceline.training.metrics import Expectation, StepRow
 from paceline.training.run_files import EXPECTATION, METRICS
 
 _TAIL_BYTES = 4096

@@ -1,7 +1,7 @@
 """Validates the config shared by a sweep's runs, and counts its training tokens."""
 
 from paceline.core.errors import UsageError
-from paceline.data.format.manifest import read_manifest
+from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
 from paceline.training.config import RunConfig
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline.core.finding import Finding
-from paceline.scaling.allocation.model_shapes import (
+from paceline.scaling.model_shapes import (
     TOKENS_PER_PARAMETER,
     step_law_batch_tokens,
     suggested_learning_rate,

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.core.finding import Finding
-from paceline.scaling.runs.sweep import Sweep, sweep_from_rows
+from paceline.scaling.sweep import Sweep, sweep_from_rows
 from paceline.training.config import RunConfig
 from paceline.workflows.sweep.design import (
     BATCH,

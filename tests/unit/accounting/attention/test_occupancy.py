@@ -1,13 +1,13 @@
 import pytest
 
-from paceline.accounting.attention.occupancy import (
+from paceline.accounting.attention import (
     MULTIPROCESSORS,
     blocks_at_once,
     find_multiprocessor,
     occupancy,
 )
-from paceline.core.device_table import find_device
 from paceline.core.errors import HardwareError
+from paceline.core.hardware import find_device
 
 H100 = find_multiprocessor("sm90")
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.attention.cost import visible_pairs
-from paceline.accounting.attention.traffic import AttentionKernel, kernel_work
+from paceline.accounting.attention import AttentionKernel, kernel_work, visible_pairs
 
 BLOCK = 128
 

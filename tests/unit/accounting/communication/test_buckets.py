@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.buckets import divide_as_torch, divide_into_buckets
+from paceline.accounting.buckets import divide_as_torch, divide_into_buckets
 
 SIZES = st.lists(st.integers(1, 10**7), min_size=1, max_size=50)
 MEBIBYTE = 2**20

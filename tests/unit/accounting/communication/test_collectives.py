@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.alpha_beta_fit import find_warnings, fit_collective
-from paceline.accounting.communication.collectives import (
+from paceline.accounting.collectives import (
     bus_factor,
+    find_warnings,
+    fit_collective,
     ring_time_s,
     tree_all_reduce_time_s,
 )

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.compute_bound import (
+from paceline.accounting.overlap import (
     Communications,
     best_fsdp,
     smallest_batch_tokens,

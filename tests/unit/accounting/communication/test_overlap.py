@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.overlap import (
+from paceline.accounting.overlap import (
     balanced_bucket_bytes,
     balanced_overhead_s,
     exposed_s,
     optimal_num_buckets,
+    simulate_buckets,
 )
-from paceline.accounting.communication.overlap_simulator import simulate_buckets
 
 
 @given(

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.accounting.communication.overlap import explain_overhead
+from paceline.accounting.overlap import explain_overhead
 
 
 def test_buckets_that_cost_as_much_to_compute_as_to_send() -> None:

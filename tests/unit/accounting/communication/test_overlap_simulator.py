@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.overlap import least_exposed_s
-from paceline.accounting.communication.overlap_simulator import (
+from paceline.accounting.overlap import (
     NO_CONTENTION,
     ComputeSegment,
     Contention,
     Transfer,
+    least_exposed_s,
     simulate_buckets,
     simulate_overlap,
 )

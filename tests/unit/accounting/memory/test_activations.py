@@ -18,7 +18,7 @@ from paceline.core import BatchShape, ModelShape, Precision, ShapeError, UsageEr
 from paceline.core.specs import AttentionImplementation, precision_preset
 from paceline.models import TransformerLM, next_token_loss
 from paceline.models.layers import RMSNorm
-from paceline.traces.memory.peak import peak_allocations
+from paceline.traces.capture import peak_allocations
 from tests.unit.accounting.memory.activation_cases import block_bytes
 
 Checkpointing = Literal["none", "full"]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters
-from paceline.accounting.memory.explain import StepPlan, explain_memory, fit_on_device
+from paceline.accounting.memory.step import StepPlan, explain_memory, fit_on_device
 from paceline.core import BatchShape, find_device, model_preset, precision_preset
 from paceline.core.strategies import StrategyName
 

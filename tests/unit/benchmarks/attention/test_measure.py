@@ -11,16 +11,16 @@ from paceline.accounting import (
     minimum_attention_bytes,
     tiled_attention_peak_bytes,
 )
-from paceline.benchmarks.attention.config import AttentionCase, AttentionSweep
-from paceline.benchmarks.attention.measure import (
+from paceline.benchmarks.attention import (
+    AttentionRun,
     attention_case_fields,
     attention_obstacle,
     attention_records,
+    do_bench_samples,
     measure_attention,
 )
-from paceline.benchmarks.attention.run import AttentionRun
-from paceline.benchmarks.attention.timer import do_bench_samples
-from paceline.benchmarks.harness.devices import TORCH_DTYPES
+from paceline.benchmarks.config import AttentionCase, AttentionSweep
+from paceline.benchmarks.harness.records import TORCH_DTYPES
 from paceline.core.units import MIB
 from paceline.parallel.ranks.hardware import HardwareLocation
 from paceline.records import find_kind

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from paceline.accounting import count_parameters
-from paceline.accounting.communication.collectives import bus_factor
+from paceline.accounting.collectives import bus_factor
 from paceline.core import find_device, model_preset
 
 

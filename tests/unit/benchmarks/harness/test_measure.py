@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from paceline.benchmarks.harness.config import TimedCase
+from paceline.benchmarks.config import TimedCase
 from paceline.benchmarks.harness.measure import Stopwatch, sample
 
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from paceline.benchmarks.harness.config import ShapeOverrides
-from paceline.benchmarks.harness.memory import step_peaks, storage_bytes
-from paceline.benchmarks.step.config import StepSweep
-from paceline.benchmarks.step.training_step import TrainingStep
+from paceline.benchmarks.config import ShapeOverrides, StepSweep
+from paceline.benchmarks.harness.measure import step_peaks, storage_bytes
+from paceline.benchmarks.step import TrainingStep
 from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.units import MIB
 from paceline.parallel.ranks.hardware import usable_memory_bytes

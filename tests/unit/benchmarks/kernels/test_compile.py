@@ -3,9 +3,9 @@ import pathlib
 
 import pytest
 
+from paceline.benchmarks.config import KernelCase, KernelSweep
 from paceline.benchmarks.harness.isolation import IsolatedRun
-from paceline.benchmarks.kernels.compile import KERNELS, _records, kernel_records
-from paceline.benchmarks.kernels.config import KernelCase, KernelSweep
+from paceline.benchmarks.kernels import KERNELS, _records, kernel_records
 from paceline.core.errors import UsageError
 from paceline.records import Record, RecordStore, find_kind
 

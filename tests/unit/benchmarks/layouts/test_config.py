@@ -1,7 +1,6 @@
 import pytest
 
-from paceline.benchmarks.layouts.config import LayoutSweep
-from paceline.benchmarks.layouts.layout_text import parse_layout
+from paceline.benchmarks.config import LayoutSweep, parse_layout
 from paceline.core import UsageError
 
 

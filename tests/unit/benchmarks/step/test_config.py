@@ -1,10 +1,13 @@
 import pytest
 
-from paceline.benchmarks.attention.config import AttentionSweep
-from paceline.benchmarks.collectives.config import CollectiveSweep
-from paceline.benchmarks.harness.config import RunLimits, ShapeOverrides
-from paceline.benchmarks.step.config import StepSweep
-from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.benchmarks.config import (
+    AttentionSweep,
+    CollectiveSweep,
+    DataParallelSweep,
+    RunLimits,
+    ShapeOverrides,
+    StepSweep,
+)
 from paceline.core import ShapeError, UsageError
 
 

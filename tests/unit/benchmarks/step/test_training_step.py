@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from paceline.accounting import count_parameters, flops_per_token, minimum_step_bytes
-from paceline.benchmarks.harness.config import ShapeOverrides
-from paceline.benchmarks.step.config import StepCase, StepSweep
-from paceline.benchmarks.step.training_step import TrainingStep, measure_step, step_case_fields
+from paceline.benchmarks.config import ShapeOverrides, StepCase, StepSweep
+from paceline.benchmarks.step import TrainingStep, measure_step, step_case_fields
 from paceline.core import precision_preset
 from paceline.core.specs import Phase
 from paceline.parallel.ranks.hardware import HardwareLocation, peak_flops
@@ -119,9 +118,7 @@ def test_utilization_uses_the_peak_of_the_format(monkeypatch: pytest.MonkeyPatch
 
 
 def test_utilization_is_recorded_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "paceline.benchmarks.step.training_step.peak_flops", lambda _place, _precision: 1e12
-    )
+    monkeypatch.setattr("paceline.benchmarks.step.peak_flops", lambda _place, _precision: 1e12)
     case = case_with(activation_checkpointing="full")
     metrics = measure_step(case, no_progress)
     full = metrics["model_flops_utilization"].value

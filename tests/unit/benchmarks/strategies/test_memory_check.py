@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from paceline.accounting import count_parameters
-from paceline.benchmarks.step.config import StepCase, StepSweep
-from paceline.benchmarks.strategies.memory_check import memory_obstacle
+from paceline.benchmarks.config import StepCase, StepSweep
+from paceline.benchmarks.strategies import memory_obstacle
 from paceline.core.strategies import StrategyName
 
 (CASE,) = StepSweep(model=("bytes-6M",), context=(16,), batch=1, device="cpu").cases()

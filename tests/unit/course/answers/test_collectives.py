@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.accounting.communication.collectives import bus_factor
+from paceline.accounting.collectives import bus_factor
 from paceline.course.answers.collectives import answer_all_reduce
 from paceline.records import Record
 from paceline.reports.plots.collectives import plot_communication

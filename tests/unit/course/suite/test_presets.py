@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.accounting import count_parameters
-from paceline.benchmarks.collectives.config import CollectiveSweep
-from paceline.benchmarks.kernels.config import KernelSweep
-from paceline.benchmarks.optimizer_memory.config import OptimizerSweep
-from paceline.benchmarks.strategies.config import DataParallelSweep
+from paceline.benchmarks.config import (
+    CollectiveSweep,
+    DataParallelSweep,
+    KernelSweep,
+    OptimizerSweep,
+)
 from paceline.cli.bench import BenchCommand
 from paceline.cli.main import parse
 from paceline.core import BatchShape, model_preset

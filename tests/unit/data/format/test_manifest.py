@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.format.manifest import (
+from paceline.data.manifest import (
     MANIFEST,
     Manifest,
     ShardEntry,

@@ -7,10 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.format.manifest import read_manifest
-from paceline.data.inspect.excerpts import document_beginnings
-from paceline.data.inspect.lengths import document_lengths
-from paceline.data.storage.local import LocalStorage
+from paceline.data.inspect import document_beginnings, document_lengths
+from paceline.data.manifest import read_manifest
+from paceline.data.storage import LocalStorage
 from tests.unit.data.dataset_factory import write_dataset
 
 

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.data.format.manifest import MANIFEST, Manifest, encode_manifest, read_manifest
-from paceline.data.inspect import verify as verify_module
-from paceline.data.inspect.verify import verify
-from paceline.data.storage.local import LocalStorage
+from paceline.data import inspect as verify_module
+from paceline.data.inspect import verify
+from paceline.data.manifest import MANIFEST, Manifest, encode_manifest, read_manifest
+from paceline.data.storage import LocalStorage
 from tests.unit.data.dataset_factory import write_dataset
 
 

@@ -144,7 +144,7 @@ def test_grain_iterators_resume() -> None:
 @pytest.mark.slow
 def test_grain_reads_sequences(tmp_path: pathlib.Path) -> None:
     grain = pytest.importorskip("grain", reason="the adapter for Grain")
-    from paceline.data.loader.sequences import TokenSequences
+    from paceline.data.loader.batches import TokenSequences
 
     write_dataset(tmp_path, random_documents(401))
     source = SourceConfig(place=str(tmp_path))

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.format.manifest import read_manifest
 from paceline.data.loader.cache import ShardCache
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
+from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 from tests.unit.data.s3_server import s3_server

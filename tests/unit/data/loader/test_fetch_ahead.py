@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 
-from paceline.data.loader.fetch_ahead import FetchAhead
+from paceline.data.loader.cache import FetchAhead
 
 
 class Owner:
@@ -59,7 +59,7 @@ def test_an_owner_is_not_kept_alive() -> None:
 def test_a_program_ends_with_names_in_the_queue() -> None:
     program = (
         "import time\n"
-        "from paceline.data.loader.fetch_ahead import FetchAhead\n"
+        "from paceline.data.loader.cache import FetchAhead\n"
         "class Owner:\n"
         "    def fetch(self, name): time.sleep(0.2)\n"
         "owner = Owner()\n"

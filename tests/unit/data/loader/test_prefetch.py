@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.data.loader.prefetch import Prefetcher
+from paceline.data.loader.loader import Prefetcher
 
 
 def num_threads() -> int:
@@ -82,7 +82,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 def test_a_program_ends_while_the_thread_waits(end: str) -> None:
     program = (
         "import gc, itertools\n"
-        "from paceline.data.loader.prefetch import Prefetcher\n"
+        "from paceline.data.loader.loader import Prefetcher\n"
         "p = Prefetcher(itertools.count(), 2)\n"
         f"next(p)\n{end}\n"
     )

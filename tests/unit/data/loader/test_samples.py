@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import DataError
 from paceline.data.loader.batches import BatchReader
 from paceline.data.loader.config import LoaderConfig, SourceConfig
-from paceline.data.loader.shard_files import ShardFiles
+from paceline.data.loader.sources import ShardFiles
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 

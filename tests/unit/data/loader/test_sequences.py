@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
+from paceline.data.loader.batches import TokenSequences
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
-from paceline.data.loader.sequences import TokenSequences
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 

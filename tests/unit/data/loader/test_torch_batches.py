@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.data.loader.batches import TokenSequences
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
-from paceline.data.loader.sequences import TokenSequences
 from paceline.data.loader.torch_batches import TokenDataset, TorchBatch, TorchLoader
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 

@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from paceline.core.units import GIB, KIB, MIB, TB
-from paceline.data.prepare import pieces
-from paceline.data.prepare.pieces import plan_pieces
+from paceline.data.prepare import tokenize
+from paceline.data.prepare.tokenize import plan_pieces
 from paceline.data.sources.files import Compression, FoundFile, Kind, find_files
 from paceline.data.sources.read import ReadOptions
 from tests.unit.data.corpus import make_documents
@@ -75,7 +75,7 @@ def test_a_million_tiny_files_make_few_pieces() -> None:
 def test_parquet_is_cut_between_row_groups(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(tokenize, "SMALLEST_PIECE_BYTES", 1000)
     table = pyarrow.table({"text": make_documents(60)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
     planned = plan_pieces(find_files([str(tmp_path)]).files, READING)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.format.manifest import read_manifest
-from paceline.data.prepare import duplicates, pieces, tokenize
+from paceline.data.manifest import read_manifest
+from paceline.data.prepare import duplicates, tokenize
 from paceline.data.prepare import shards as shards_module
+from paceline.data.prepare import tokenize as pieces
 from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.inputs import find_inputs, find_prepared, make_job
+from paceline.data.prepare.job import find_inputs, find_prepared, make_job
 from paceline.data.prepare.run import prepare
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import train_bpe

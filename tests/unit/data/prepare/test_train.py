@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.prepare import pieces, train
+from paceline.data.prepare import tokenize, train
 from paceline.data.prepare.config import TokenizerConfig
 from paceline.data.prepare.train import train_tokenizer
 from paceline.data.tokenizer import load_tokenizer, train_bpe
@@ -37,7 +37,7 @@ def test_all_documents_are_trained_on(config: TokenizerConfig) -> None:
 def test_a_sample_comes_from_everywhere(
     config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", 500)
+    monkeypatch.setattr(tokenize, "SMALLEST_PIECE_BYTES", 500)
     trained_on: list[str] = []
 
     def listen(documents: Iterable[str], vocab_size: int) -> str:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
-from paceline.data.sampling.mixture import NUM_SLOTS, Mixture, share_slots
+from paceline.data.sampling.stream import NUM_SLOTS, Mixture, share_slots
 
 WEIGHTS = st.lists(st.floats(0.001, 1000), min_size=1, max_size=8).filter(
     lambda weights: min(weights) / sum(weights) > 2 / NUM_SLOTS

@@ -6,8 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
-from paceline.data.sampling.hashing import key_of, mix
-from paceline.data.sampling.permutation import LARGEST_SIZE, permute
+from paceline.data.sampling.order import LARGEST_SIZE, key_of, mix, permute
 
 KEYS = st.integers(0, 2**64 - 1).map(lambda seed: key_of((seed,)))
 

@@ -3,7 +3,7 @@
 import hypothesis
 import hypothesis.strategies as st
 
-from paceline.data.sources.cutting import Part, cut, first_byte, overlaps_itself
+from paceline.data.sources.text import Part, cut, first_byte, overlaps_itself
 
 
 def _chunks(content: bytes, size: int, start: int) -> list[bytes]:

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.sources import streams
+from paceline.data.sources import files
 from paceline.data.sources.documents import Document, Found, LeftOut
 from paceline.data.sources.files import find_files
 from paceline.data.sources.parquet import row_group_bytes
@@ -153,7 +153,7 @@ def test_truncated_and_damaged_files_are_named(
 def test_bombs_are_refused(
     tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "HARMLESS_BYTES", 2**22)
+    monkeypatch.setattr(files, "HARMLESS_BYTES", 2**22)
     path = tmp_path / name
     zeros = bytes(2**23)
     packed = gzip.compress(zeros) if name.endswith("gz") else zstandard.compress(zeros)

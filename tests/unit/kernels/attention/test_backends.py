@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.attention import tiled
-from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs
-from paceline.kernels.attention.layout import empty_lse, empty_output
+from paceline.kernels.attention.layout import BackwardInputs, ForwardInputs, empty_lse, empty_output
 from paceline.kernels.attention.op import find_backend
 from paceline.kernels.attention.sdpa import plan_blocks
 from paceline.kernels.attention.tiled import plan_tiles

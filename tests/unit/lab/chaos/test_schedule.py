@@ -1,8 +1,7 @@
 import pytest
 
 from paceline.core import UsageError
-from paceline.lab.chaos.config import ChaosConfig
-from paceline.lab.chaos.schedule import FaultKind, Kind, schedule
+from paceline.lab.chaos.config import ChaosConfig, FaultKind, Kind, schedule
 
 KINDS: dict[FaultKind, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
 

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from paceline.core import UsageError
-from paceline.lab.chaos import disk
-from paceline.lab.chaos.damage import damage_newest
+from paceline.lab.chaos import faults
+from paceline.lab.chaos.faults import damage_newest
 from paceline.lab.chaos.processes import MARK, end_all, marked_processes, new_mark, ranks_of, send
-from paceline.lab.chaos.progress import Progress
+from paceline.lab.chaos.run import Progress
 
 TREE = "import subprocess, sys; subprocess.run(['sleep', '60'])"
 
@@ -102,12 +102,12 @@ def test_the_only_checkpoint_is_left_alone(tmp_path: pathlib.Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_disk_is_filled_freed_and_kept(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
-    with disk.small_disk(run, 2 * 1024 * 1024):
+    with faults.small_disk(run, 2 * 1024 * 1024):
         (run / "before").write_bytes(b"x" * 1000)
-        assert disk.fill(run) > 1_000_000
+        assert faults.fill(run) > 1_000_000
         with pytest.raises(OSError, match="No space"):
             (run / "more").write_bytes(b"x" * 100_000)
-        disk.free(run)
+        faults.free(run)
         (run / "more").write_bytes(b"x" * 100_000)
     assert not run.is_mount()
     assert sorted(path.name for path in run.iterdir()) == ["before", "more"]
@@ -116,7 +116,7 @@ def test_a_disk_is_filled_freed_and_kept(tmp_path: pathlib.Path) -> None:
 
 def test_a_disk_needs_an_empty_place(tmp_path: pathlib.Path) -> None:
     (tmp_path / "old").touch()
-    with pytest.raises(UsageError, match="not empty"), disk.small_disk(tmp_path, 1_000_000):
+    with pytest.raises(UsageError, match="not empty"), faults.small_disk(tmp_path, 1_000_000):
         pass
 
 

@@ -2,11 +2,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.alpha_beta_fit import fit_collective
-from paceline.accounting.communication.overlap_simulator import simulate_buckets
+from paceline.accounting.collectives import fit_collective
+from paceline.accounting.overlap import simulate_buckets
 from paceline.core.units import MIB
+from paceline.parallel.bucket_size import CANDIDATES_MB, GroupCost, choose_bucket_size
 from paceline.parallel.buckets import TensorSpec, plan_buckets
-from paceline.parallel.ddp.bucket_size import CANDIDATES_MB, GroupCost, choose_bucket_size
 
 NUM_LAYERS, LAYER_ELEMENTS = 32, 2**20
 

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from paceline.parallel.ranks.waiting import counted_wait, waited_s
+from paceline.parallel.ranks.pending import counted_wait, waited_s
 
 
 def _wait() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from paceline.parallel.ranks import device_clock, reduce_scatter
+from paceline.parallel.ranks import collectives, device_clock
 from tests.unit.parallel.simulation.device import Device, SimulatedWork
 from tests.unit.parallel.simulation.scheduler import Scheduler
 
@@ -176,7 +176,7 @@ def simulated_ranks(num_ranks: int) -> Iterator[tuple[Scheduler, Device]]:
     _current.append(device)
     try:
         with (
-            mock.patch.object(reduce_scatter, "works_in_place", _always),
+            mock.patch.object(collectives, "works_in_place", _always),
             mock.patch.object(device_clock, "current_stream", device.current_stream),
         ):
             scheduler.run(join, seed=0)

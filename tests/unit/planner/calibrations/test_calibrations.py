@@ -9,7 +9,6 @@ import pytest
 
 from paceline.core import ModelShape, ParallelLayout, UsageError
 from paceline.core.errors import DataError
-from paceline.planner.calibrations.build import build_calibrations, held_out_by
 from paceline.planner.calibrations.calibration import (
     FrameworkCalibration,
     Residual,
@@ -17,7 +16,13 @@ from paceline.planner.calibrations.calibration import (
     half_width,
 )
 from paceline.planner.calibrations.cases import Case, Variant, group_cases, predictable
-from paceline.planner.calibrations.fit import Fit, fit_cases, predict_groups
+from paceline.planner.calibrations.fit import (
+    Fit,
+    build_calibrations,
+    fit_cases,
+    held_out_by,
+    predict_groups,
+)
 from paceline.planner.calibrations.parameters import PRIORS
 from paceline.planner.calibrations.store import (
     find_calibration,
@@ -26,8 +31,7 @@ from paceline.planner.calibrations.store import (
     write_calibrations,
 )
 from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.published.reader import published_runs
-from paceline.planner.published.run import PublishedRun
+from paceline.planner.published import PublishedRun, published_runs
 
 TRUE = {
     "matmul_share": 0.6,

@@ -11,8 +11,8 @@ from paceline.planner.calibrations.ranks import cluster_of_ranks
 from paceline.planner.cost.cluster import NO_ENGINE
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.step_time import step_time
-from paceline.prediction.compute import compute_time
-from tests.unit.prediction.calibration_cases import make_calibration
+from paceline.predict.step import compute_time
+from tests.unit.predict.calibration_cases import make_calibration
 
 _SHAPE = model_preset("bytes-34M")
 

@@ -31,7 +31,7 @@ from paceline.planner.cost.memory import (
     layout_memory,
     layout_state_bytes,
 )
-from paceline.planner.published.reader import published_models, published_runs
+from paceline.planner.published import published_models, published_runs
 
 MIXED = Precision(parameters="bfloat16", compute="bfloat16", master_weights=True)
 # Counts of the published weight indices, less parameters that are not modelled: query and key norms

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.core import ModelShape, ParallelLayout, Precision
-from paceline.core.device_table import find_device
+from paceline.core.hardware import find_device
 from paceline.core.units import GIB
 from paceline.planner.cost.activations import block_bytes_per_token, odd_matmul_bytes
 from paceline.planner.cost.framework_memory import (

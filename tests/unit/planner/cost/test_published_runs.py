@@ -7,9 +7,9 @@ import pytest
 from scipy.optimize import brentq, least_squares
 
 from paceline.core import ModelShape, ParallelLayout, Precision, find_device
+from paceline.planner.cost.cluster import Tier, Tiers
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.step_time import Cluster, step_time
-from paceline.planner.cost.topology import Tier, Tiers
 from tests.unit.planner.cost.megatron_cases import megatron_shape
 
 # Width, heads, layers, pipeline, interleave, sequences, micro-batch, and seconds per iteration on

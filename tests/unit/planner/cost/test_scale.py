@@ -11,7 +11,7 @@ import sys, time
 import numpy as np
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.memory import layout_memory
-from paceline.planner.cost.topology import Tier, Tiers
+from paceline.planner.cost.cluster import Tier, Tiers
 from paceline.planner.cost.step_time import Cluster, step_time
 from paceline.core import ModelShape, Precision
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters, flops_per_token
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
+from paceline.planner.cost.cluster import Tier, Tiers
 from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
 from paceline.planner.cost.step_time import (
@@ -19,7 +20,6 @@ from paceline.planner.cost.step_time import (
     pipeline_bubble,
     step_time,
 )
-from paceline.planner.cost.topology import Tier, Tiers
 
 TIERS = (
     Tier(name="host", num_devices=8, latency_s=5e-6, bytes_per_s=2.4e11),

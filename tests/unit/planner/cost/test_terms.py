@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
-from paceline.planner.cost.cluster import Cluster
+from paceline.planner.cost.cluster import Cluster, MeasuredCells, Tier, Tiers, cell_of
 from paceline.planner.cost.communication import (
     MeshSpans,
     all_to_all_time_s,
@@ -15,13 +15,9 @@ from paceline.planner.cost.communication import (
     gradient_time_s,
 )
 from paceline.planner.cost.experts import Experts, inactive_parameters
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.matmuls import small_matmul_flops
-from paceline.planner.cost.measured_cells import MeasuredCells, cell_of
+from paceline.planner.cost.layouts import Layouts, Workload, join_shapes
 from paceline.planner.cost.memory_traffic import loss_bytes, num_kernels
-from paceline.planner.cost.shapes import join_shapes
-from paceline.planner.cost.step_time import flops_per_pass, step_time
-from paceline.planner.cost.topology import Tier, Tiers
+from paceline.planner.cost.step_time import flops_per_pass, small_matmul_flops, step_time
 
 SHAPE = ModelShape(vocab_size=1000, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
 TIERS = Tiers(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.communication.collectives import ring_time_s, tree_all_reduce_time_s
+from paceline.accounting.collectives import ring_time_s, tree_all_reduce_time_s
 from paceline.core import UsageError
-from paceline.planner.cost.topology import (
+from paceline.planner.cost.cluster import (
     Tier,
     Tiers,
     collective_time_s,

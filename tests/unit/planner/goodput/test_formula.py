@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.planner.goodput.formula import (
+from paceline.planner.goodput.scenario import (
     best_interval_s,
     goodput,
     interruption_interval_s,

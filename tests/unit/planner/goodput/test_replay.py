@@ -2,11 +2,8 @@
 
 import pytest
 
-from paceline.planner.goodput.constants import CONSTANTS, LLAMA3_EFFECTIVE
-from paceline.planner.goodput.options import options
-from paceline.planner.goodput.records import option_records, replay_records
-from paceline.planner.goodput.replay import Assumed, llama3
-from paceline.planner.goodput.simulate import simulate
+from paceline.planner.goodput.options import CONSTANTS, LLAMA3_EFFECTIVE, Assumed, llama3, options
+from paceline.planner.goodput.simulate import option_records, replay_records, simulate
 from paceline.records import Record, capture_environment
 from paceline.reports.plots.registry import draw
 from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table

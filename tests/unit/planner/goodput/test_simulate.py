@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import UsageError
-from paceline.planner.goodput.cadence import Cadence, Tier
 from paceline.planner.goodput.scenario import (
+    Cadence,
     Failures,
     Recovery,
     Replicas,
     Scenario,
+    Tier,
     enough_spare_hosts,
 )
 from paceline.planner.goodput.simulate import PARTS, simulate

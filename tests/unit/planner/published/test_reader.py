@@ -7,9 +7,8 @@ import pathlib
 import pytest
 
 from paceline.core.errors import DataError, UsageError
-from paceline.planner.published.checks import contradictions, model_flops_per_token
-from paceline.planner.published.reader import model_of, published_runs, read_rows, sources
-from paceline.planner.published.run import PublishedRun
+from paceline.planner.published import PublishedRun, model_of, published_runs, read_rows, sources
+from paceline.planner.validation.checks import contradictions, model_flops_per_token
 
 ROW = {
     "framework": "own",

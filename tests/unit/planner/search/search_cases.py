@@ -13,8 +13,7 @@ from paceline.core.specs import Experts
 from paceline.planner.cost.layouts import Layouts
 from paceline.planner.cost.memory import layout_memory
 from paceline.planner.cost.step_time import step_time
-from paceline.planner.search.costs import Costs, assumed_costs
-from paceline.planner.search.question import SearchQuestion, training_precision
+from paceline.planner.search.spec import Costs, SearchQuestion, assumed_costs, training_precision
 
 H100 = find_device("h100-sxm")
 COSTS = assumed_costs(H100, "bfloat16")

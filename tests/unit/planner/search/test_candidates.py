@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from paceline.core import ModelShape
 from paceline.core.runnable import Work, refusals
 from paceline.planner.calibrations.conventions import Conventions
-from paceline.planner.search.candidates import Candidates, candidate_chunks, candidates_of
+from paceline.planner.search.candidates import Candidates, candidate_chunks, candidates_of, divisors
 from paceline.planner.search.choice import layout_at
-from paceline.planner.search.meshes import divisors
-from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.spec import SearchQuestion
 from tests.unit.planner.search.search_cases import oracle, question
 
 

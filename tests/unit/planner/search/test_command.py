@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.plan.quantities import parse_batch_tokens, parse_count, parse_days
+from paceline.cli.plan.options import parse_batch_tokens, parse_count, parse_days
 from paceline.core import UsageError
 
 SEARCH = ["plan", "search", "--model", "llama3-8b", "--devices", "16", "--batch-tokens", "512K"]

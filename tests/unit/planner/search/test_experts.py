@@ -14,17 +14,19 @@ from paceline.core.presets import find_preset
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.calibrations.store import known_calibrations
 from paceline.planner.cost.experts import model_flops_per_token
-from paceline.planner.search.candidates import candidate_chunks, candidates_of
+from paceline.planner.search.advice import compare
+from paceline.planner.search.budget import estimate_run
+from paceline.planner.search.candidates import Mesh, candidate_chunks, candidates_of, expert_sizes
 from paceline.planner.search.choice import Choice
-from paceline.planner.search.compare import compare
-from paceline.planner.search.costs import assumed_costs
-from paceline.planner.search.exports.megatron import megatron_flags, megatron_notes
-from paceline.planner.search.exports.torchtitan import torchtitan_config, torchtitan_refusal
-from paceline.planner.search.exports.write import write_exports
-from paceline.planner.search.meshes import Mesh, expert_sizes
-from paceline.planner.search.question import SearchQuestion, parse_fixed
-from paceline.planner.search.run_estimate import estimate_run
+from paceline.planner.search.exports import (
+    megatron_flags,
+    megatron_notes,
+    torchtitan_config,
+    torchtitan_refusal,
+    write_exports,
+)
 from paceline.planner.search.search import NoLayoutError, search
+from paceline.planner.search.spec import SearchQuestion, assumed_costs, parse_fixed
 from paceline.records import decode_plan
 from paceline.training.plan import read_plan
 from tests.unit.planner.search.search_cases import (

@@ -9,10 +9,14 @@ from paceline.core import ModelShape, model_preset
 from paceline.core.plan import Estimate, ParallelLayout
 from paceline.core.specs import BatchShape
 from paceline.planner.search.choice import Choice
-from paceline.planner.search.exports.megatron import megatron_flags, megatron_notes
-from paceline.planner.search.exports.torchtitan import torchtitan_config
-from paceline.planner.search.exports.write import torchrun_line, write_exports
-from paceline.planner.search.question import SearchQuestion
+from paceline.planner.search.exports import (
+    megatron_flags,
+    megatron_notes,
+    torchrun_line,
+    torchtitan_config,
+    write_exports,
+)
+from paceline.planner.search.spec import SearchQuestion
 from paceline.records import decode_plan
 from tests.unit.planner.search.search_cases import question
 

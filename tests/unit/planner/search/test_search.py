@@ -6,12 +6,11 @@ import pytest
 
 from paceline.core import UsageError, model_preset
 from paceline.planner.search import search as search_module
-from paceline.planner.search.advice import front, variations, what_helps
+from paceline.planner.search.advice import compare, front, not_told_apart, variations, what_helps
+from paceline.planner.search.budget import estimate_run
 from paceline.planner.search.candidates import candidate_chunks
-from paceline.planner.search.compare import compare, not_told_apart
-from paceline.planner.search.question import parse_fixed, training_precision
-from paceline.planner.search.run_estimate import estimate_run
 from paceline.planner.search.search import NoLayoutError, search
+from paceline.planner.search.spec import parse_fixed, training_precision
 from tests.unit.planner.search.search_cases import COSTS, H100, oracle, question, with_memory
 
 

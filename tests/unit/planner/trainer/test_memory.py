@@ -1,9 +1,9 @@
 import pytest
 
-from paceline.benchmarks.layouts.layout_text import parse_layout
+from paceline.benchmarks.config import parse_layout
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape
-from paceline.planner.trainer.memory import TrainerStep, trainer_peak_bytes
+from paceline.planner.trainer_memory import TrainerStep, trainer_peak_bytes
 
 _MEASURED = {
     "replicate=4,micro=2": 149_513_452,

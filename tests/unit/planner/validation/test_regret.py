@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.planner.calibrations.cases import Case, predictable
-from paceline.planner.published.reader import published_runs
-from paceline.planner.published.run import PublishedRun
+from paceline.planner.published import PublishedRun, published_runs
 from paceline.planner.validation.held_out import validate_pool
 from paceline.planner.validation.regret import sweep_regrets, sweeps
 

@@ -13,8 +13,7 @@ from paceline.core.plan import Estimate
 from paceline.records import capture_environment
 from paceline.reports.document.training_run import run_page, write_run_page
 from paceline.reports.evidence.training_run import read_run
-from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import EventRow, MetricsFile, MetricsRow
+from paceline.training.metrics import EventRow, Expectation, MetricsFile, MetricsRow
 from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
 
 

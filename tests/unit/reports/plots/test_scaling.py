@@ -11,7 +11,7 @@ from paceline.reports.plots.scaling_laws.fitted import (
 )
 from paceline.reports.tables.scaling import methods_table, run_text, runs_table, waste_table
 from paceline.scaling import CandidateRun, ScalingFit, SweepDesign, fit, synthetic_sweep
-from paceline.scaling.allocation.decide import decide
+from paceline.scaling.decide import decide
 from paceline.scaling.records import run_record
 from tests.unit.scaling.surfaces import SURFACE
 

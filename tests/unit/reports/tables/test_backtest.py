@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from paceline.core.plan import Estimate
-from paceline.prediction.backtest import GROUPS, BacktestCase, HeldOutPrediction
+from paceline.predict.backtest import GROUPS, BacktestCase, HeldOutPrediction
 from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.style import save_figure
 from paceline.reports.tables.planning.backtest import backtest_table

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.accounting.memory.explain import StepPlan
+from paceline.accounting.memory.step import StepPlan
 from paceline.core import BatchShape, find_device, model_preset
 from paceline.core.strategies import StrategyName
 from paceline.reports.plots.memory_plan import plot_memory_plan

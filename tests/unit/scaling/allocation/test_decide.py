@@ -8,8 +8,8 @@ from paceline.accounting import count_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, require_buildable
 from paceline.scaling import LossSurface, fit, synthetic_sweep
-from paceline.scaling.allocation.decide import decide
-from paceline.scaling.allocation.model_shapes import ladder_shape, nearest_shape, plan_run
+from paceline.scaling.decide import decide
+from paceline.scaling.model_shapes import ladder_shape, nearest_shape, plan_run
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from paceline.scaling import LossSurface, Sweep, SweepDesign, fit, synthetic_sweep
-from paceline.scaling.checks.claims import check_allocation, check_coefficients, rounding_range
-from paceline.scaling.checks.diagnose import diagnose, noise_free_bias
-from paceline.scaling.fits.huber import fit_huber, huber_objective
-from paceline.scaling.fits.lack_of_fit import find_lack_of_fit
-from paceline.scaling.fits.parametric import fit_parametric
-from paceline.scaling.runs.sweep import Curve, Remark
-from paceline.scaling.runs.synthetic import Departure
+from paceline.scaling.claims import check_allocation, check_coefficients, rounding_range
+from paceline.scaling.diagnose import diagnose, noise_free_bias
+from paceline.scaling.fits.parametric import (
+    find_lack_of_fit,
+    fit_huber,
+    fit_parametric,
+    huber_objective,
+)
 from paceline.scaling.surface import EPOCH, HOFFMANN
+from paceline.scaling.sweep import Curve, Remark
+from paceline.scaling.synthetic import Departure
 
 DRAWS = 60
 NEAR = (1e22,)

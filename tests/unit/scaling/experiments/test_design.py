@@ -16,8 +16,8 @@ from paceline.scaling import (
     propose_runs,
     synthetic_sweep,
 )
-from paceline.scaling.experiments.candidates import read_candidates
-from paceline.scaling.experiments.design import (
+from paceline.scaling.candidates import read_candidates
+from paceline.scaling.design import (
     REFERENCE,
     Belief,
     after_buying,

@@ -7,20 +7,19 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
 from paceline.scaling import LossSurface, Sweep, SweepDesign, fit, predict, synthetic_sweep
-from paceline.scaling.fits.bootstrap import draw_counts
-from paceline.scaling.fits.envelope import fit_envelope
-from paceline.scaling.fits.huber import fit_huber, huber_objective
 from paceline.scaling.fits.isoflop import (
     find_profiles,
+    fit_envelope,
+    fit_log_line,
     fit_lowest_run,
     fit_parabola,
+    fit_saturating_law,
     power_law_through,
 )
-from paceline.scaling.fits.parametric import fit_parametric, optima_of
-from paceline.scaling.fits.power_law import fit_log_line, fit_saturating_law
-from paceline.scaling.fits.prediction import MethodFit, predict_loss
-from paceline.scaling.fits.profile_likelihood import profile_interval
-from paceline.scaling.fits.variable_projection import fit_projection, solve_non_negative
+from paceline.scaling.fits.least_squares import fit_projection, solve_non_negative
+from paceline.scaling.fits.parametric import fit_huber, fit_parametric, huber_objective, optima_of
+from paceline.scaling.fits.prediction import MethodFit, predict_loss, profile_interval
+from paceline.scaling.sweep import draw_counts
 
 TARGETS = np.array([1e23, 1e24])
 

@@ -7,12 +7,11 @@ import pytest
 
 from paceline.reports.tables.scaling import methods_table
 from paceline.scaling import Sweep, decide, diagnose, fit, predict, read_sweep, synthetic_sweep
-from paceline.scaling.fits.bootstrap import draw_counts
-from paceline.scaling.fits.held_out import choose_method
+from paceline.scaling.fits.all_methods import choose_method
 from paceline.scaling.fits.isoflop import find_profiles, fit_parabola
-from paceline.scaling.runs.synthetic import Departure, SweepDesign
-from paceline.scaling.runs.trimming import trim_far_runs
 from paceline.scaling.surface import EPOCH
+from paceline.scaling.sweep import draw_counts, trim_far_runs
+from paceline.scaling.synthetic import Departure, SweepDesign
 
 DRIFTING = Departure(drift=0.1)
 

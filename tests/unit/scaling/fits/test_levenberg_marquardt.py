@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from paceline.scaling.fits.levenberg_marquardt import Linearization, Minimum, Rows, minimize
+from paceline.scaling.fits.least_squares import Linearization, Minimum, Rows, minimize
 
 TIMES = np.linspace(0.0, 3.0, 12)
 WIDE = (-np.inf, np.inf)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.scaling import Sweep, read_sweep
-from paceline.scaling.runs.sweep import sweep_from_rows
+from paceline.scaling.sweep import sweep_from_rows
 
 GOOD = {"parameters": 1e8, "compute_budget": 6e18, "final_loss": 3.0}
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.traces.events import intervals
-from paceline.traces.events.intervals import Intervals
+from paceline.traces import intervals
+from paceline.traces.intervals import Intervals
 
 _PAIRS = st.lists(
     st.tuples(st.integers(-20, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))),

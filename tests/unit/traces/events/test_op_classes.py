@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.traces.events.op_classes import OpClass, op_class_of
+from paceline.traces.catalog import OpClass, op_class_of
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from paceline.traces.events.reader import MAX_EVENT_BYTES, AnyEvent, Event, TraceError, TraceReader
-from paceline.traces.steps.analysis import analyse_trace
+from paceline.traces.analysis import analyse_trace
+from paceline.traces.reader import MAX_EVENT_BYTES, AnyEvent, Event, TraceError, TraceReader
 from tests.unit.traces.trace_files import Span, rank_name, write_trace
 
 _SPANS = [
@@ -48,7 +48,7 @@ def test_pieces_may_be_cut_anywhere(
 ) -> None:
     path = write_trace(tmp_path / "trace.json", _SPANS * 3)
     for size in (1, 2, 7, 64, 333):
-        monkeypatch.setattr("paceline.traces.events.reader._PIECE_BYTES", size)
+        monkeypatch.setattr("paceline.traces.reader._PIECE_BYTES", size)
         assert _names(path) == [span.name for span in _SPANS * 3]
 
 

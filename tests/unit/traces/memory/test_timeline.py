@@ -7,10 +7,14 @@ import torch
 from torch.profiler import record_function
 
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
-from paceline.traces.capture.profiler import record_memory
-from paceline.traces.memory.allocations import Allocation, AllocationTrace, read_allocations
-from paceline.traces.memory.peak import allocation_changes, peak_allocations
-from paceline.traces.memory.timeline import Category, memory_timeline
+from paceline.traces.capture import allocation_changes, peak_allocations, record_memory
+from paceline.traces.memory import (
+    Allocation,
+    AllocationTrace,
+    Category,
+    memory_timeline,
+    read_allocations,
+)
 
 CPU = torch.device("cpu")
 

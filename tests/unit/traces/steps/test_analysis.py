@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.ranges import FORWARD, WAIT, short_name, step_range
-from paceline.traces.events.catalog import FUNCTIONAL_WAIT
-from paceline.traces.events.op_classes import OpClass
-from paceline.traces.steps.analysis import StepOverlap, TraceAnalysis, analyse_trace
-from paceline.traces.steps.operators import EVERYWHERE
-from paceline.traces.steps.overlap import INTERPRETER_PAUSE_NS
+from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace
+from paceline.traces.catalog import FUNCTIONAL_WAIT, OpClass
+from paceline.traces.operators import EVERYWHERE
+from paceline.traces.overlap import INTERPRETER_PAUSE_NS
 from tests.unit.traces.trace_files import Span, rank_name, write_trace
 
 # All times are multiples of this unit: pauses of one or two units count as the interpreter's,
@@ -279,9 +278,9 @@ def test_an_operator_over_the_border_counts_in_both_steps_and_is_called_once() -
 def test_too_many_steps_are_refused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.traces.events.reader import TraceError
+    from paceline.traces.reader import TraceError
 
-    monkeypatch.setattr("paceline.traces.steps.timeline.MAX_STEPS", 3)
+    monkeypatch.setattr("paceline.traces.analysis.MAX_STEPS", 3)
     spans = [_span("user_annotation", step_range(""), n, n + 1) for n in range(4)]
     with pytest.raises(TraceError, match="more than 3 steps"):
         analyse_trace(write_trace(tmp_path / "trace.json", spans))

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from paceline.core.ranges import PipelineRange, pipeline_range, step_range
-from paceline.traces.events.reader import TraceError
-from paceline.traces.steps.analysis import analyse_trace
-from paceline.traces.steps.pipeline import pipeline_steps
+from paceline.traces.analysis import analyse_trace
+from paceline.traces.pipeline import pipeline_steps
+from paceline.traces.reader import TraceError
 from tests.unit.traces.trace_files import Span, rank_name, write_trace
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.traces.steps.self_time import self_times
+from paceline.traces.operators import self_times
 
 _EVENTS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))),

@@ -5,13 +5,13 @@ import pathlib
 import msgspec
 import torch
 
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.state import training_state
 from paceline.core.specs import ModelShape
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json
 from paceline.models import TransformerLM
-from paceline.training.checkpoint.checkpointer import Checkpointer
-from paceline.training.checkpoint.state.identity import RunIdentity
-from paceline.training.checkpoint.state.training import training_state
+from paceline.training.run_checkpointer import RunIdentity
 
 SHAPE = ModelShape(
     vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -7,18 +7,16 @@ import pathlib
 import pytest
 import torch
 
+from paceline.checkpoint.restore import load_step
+from paceline.checkpoint.state import load_training_state
 from paceline.cli.main import main
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
 from paceline.models.hugging_face.files import read_weights
-from paceline.training.checkpoint.restore import load_step
-from paceline.training.checkpoint.state.training import load_training_state
-from paceline.training.exchange.export import export_model
-from paceline.training.exchange.import_model import import_model
-from paceline.training.exchange.saved_model import open_saved_model
+from paceline.training.exchange import export_model, import_model, open_saved_model
 from paceline.training.toml_config import decode_config
 from tests.unit.data.s3_server import s3_server
-from tests.unit.training.checkpoint.runs import save_steps
+from tests.unit.checkpoint.runs import save_steps
 from tests.unit.training.exchange.small_runs import SHAPE, save_run
 
 

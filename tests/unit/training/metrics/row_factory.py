@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from paceline.training.metrics.expectation import Expectation
-from paceline.training.metrics.rows import EvaluationRow, EventRow, StepRow
+from paceline.training.metrics import EvaluationRow, EventRow, Expectation, StepRow
 
 
 def expectation(**changes: Any) -> Expectation:

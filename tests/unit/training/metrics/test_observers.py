@@ -2,8 +2,8 @@
 
 import pathlib
 
-from paceline.training.metrics.observers import FileObserver, LogObserver, Observers
-from paceline.training.metrics.rows import MetricsFile, MetricsRow
+from paceline.training.metrics import MetricsFile, MetricsRow
+from paceline.training.observers import FileObserver, LogObserver, Observers
 from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
 
 

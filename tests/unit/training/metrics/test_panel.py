@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.training.metrics.panel import PanelObserver, sparkline
+from paceline.training.panel import PanelObserver, sparkline
 from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
 
 

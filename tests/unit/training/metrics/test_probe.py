@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from paceline.training.metrics.probe import Look, StepProbe, memory_in_use_bytes
+from paceline.training.loop import Look, StepProbe, memory_in_use_bytes
 
 
 def test_memory_follows_what_is_allocated() -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paceline.training.metrics.progress import History, Progress
+from paceline.training.panel import History, Progress
 from tests.unit.training.metrics.row_factory import expectation, started, step_row
 
 

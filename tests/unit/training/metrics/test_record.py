@@ -12,10 +12,10 @@ from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
 from paceline.reports.tables.table import records_table, render_markdown
 from paceline.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, StepConfig
-from paceline.training.metrics.observers import FileObserver
-from paceline.training.metrics.record import RecordObserver, run_case
-from paceline.training.metrics.rows import EventRow, MetricsFile
-from paceline.training.metrics.watchers import expect
+from paceline.training.metrics import EventRow, MetricsFile
+from paceline.training.observers import FileObserver
+from paceline.training.record import RecordObserver, run_case
+from paceline.training.run import expect
 from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
 
 _SESSION = Session(

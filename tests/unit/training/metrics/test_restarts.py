@@ -2,10 +2,9 @@
 
 import time
 
-from paceline.parallel.ranks.supervision.policy import Failure
-from paceline.parallel.ranks.supervision.supervisor import Restart
-from paceline.training.metrics.restarts import RestartTeller
-from paceline.training.metrics.rows import EventRow, MetricsRow, StepRow
+from paceline.parallel.ranks.supervisor import Failure, Restart
+from paceline.training.metrics import EventRow, MetricsRow, StepRow
+from paceline.training.observers import RestartTeller
 
 
 class _Listener:

@@ -9,9 +9,9 @@ import pytest
 from paceline.core.errors import UsageError
 from paceline.data.loader.config import SourceConfig
 from paceline.training.config import DataConfig, LoggingConfig, RunConfig, SinkName
-from paceline.training.metrics.observers import Observer, Observers
-from paceline.training.metrics.rows import EventRow
-from paceline.training.metrics.sinks import make_sinks, require_sinks
+from paceline.training.metrics import EventRow
+from paceline.training.observers import Observer, Observers
+from paceline.training.sinks import make_sinks, require_sinks
 from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
 
 

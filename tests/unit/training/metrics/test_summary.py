@@ -2,8 +2,14 @@
 
 import pytest
 
-from paceline.training.metrics.rows import EventRow, MetricsRow
-from paceline.training.metrics.summary import evenly, phase_times, run_metrics, steady_steps
+from paceline.training.metrics import (
+    EventRow,
+    MetricsRow,
+    evenly,
+    phase_times,
+    run_metrics,
+    steady_steps,
+)
 from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
 
 

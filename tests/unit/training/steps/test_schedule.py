@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.training.config import ScheduleConfig
-from paceline.training.steps.schedule import learning_rate_factor
+from paceline.training.optimizers import learning_rate_factor
 
 
 def _curve(num_steps: int, **options: object) -> list[float]:

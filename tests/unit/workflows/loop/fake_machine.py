@@ -4,14 +4,14 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
-from paceline.accounting.step_work import model_segments
-from paceline.benchmarks.calibration.config import CALIBRATED_OPERATIONS
+from paceline.accounting.flops import model_segments
+from paceline.benchmarks.config import CALIBRATED_OPERATIONS
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.records import RecordStore
 from paceline.workflows.loop.directory import LoopDirectory, LoopQuestion
 from paceline.workflows.loop.run import LoopRunner
 from paceline.workflows.sweep.run import SweepRunner
-from tests.unit.prediction.calibration_cases import make_record
+from tests.unit.predict.calibration_cases import make_record
 from tests.unit.workflows.sweep.fake_runs import FakeExecutor
 
 QUESTION = LoopQuestion(

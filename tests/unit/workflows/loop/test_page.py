@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.prediction.history import coverage, read_history
+from paceline.predict.history import coverage, read_history
 from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import render_markdown
 from paceline.training.run_files import RECORD

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.prediction.history import read_history
+from paceline.predict.history import read_history
 from paceline.workflows.loop.directory import LoopDirectory, LoopStoppedError
 from tests.unit.workflows.loop.fake_machine import QUESTION, FakeCalibration, make_runner
 from tests.unit.workflows.sweep.fake_runs import BASE, SURFACE, FakeExecutor

@@ -9,7 +9,7 @@ from paceline.accounting.flops import flops_per_token
 from paceline.accounting.parameters import count_parameters
 from paceline.data.loader.config import SourceConfig
 from paceline.records import Metric, Record, RecordStore, capture_environment
-from paceline.scaling.allocation.model_shapes import step_law_batch_tokens, suggested_learning_rate
+from paceline.scaling.model_shapes import step_law_batch_tokens, suggested_learning_rate
 from paceline.scaling.surface import LossSurface
 from paceline.training.config import DataConfig, RunConfig
 from paceline.training.run_files import RECORD

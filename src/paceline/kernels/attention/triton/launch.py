@@ -15,8 +15,15 @@ from triton.compiler import ASTSource
 
 from paceline.core.errors import UsageError
 from paceline.core.specs import DType
-from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs, Gradients, Results
-from paceline.kernels.attention.layout import empty_gradients, empty_lse, empty_output
+from paceline.kernels.attention.layout import (
+    BackwardInputs,
+    ForwardInputs,
+    Gradients,
+    Results,
+    empty_gradients,
+    empty_lse,
+    empty_output,
+)
 from paceline.kernels.attention.triton.backward import (
     attention_delta_kernel,
     attention_key_value_gradient_kernel,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paceline.accounting.communication.overlap_simulator import simulate_buckets
+from paceline.accounting.overlap import simulate_buckets
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
 
 _COMPUTE_COLOR = "#c9d3df"

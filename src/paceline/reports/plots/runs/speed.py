@@ -17,7 +17,7 @@ from paceline.reports.plots.runs.lines import (
     smoothed,
 )
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
-from paceline.training.metrics.summary import phase_times, steady_steps
+from paceline.training.metrics import phase_times, steady_steps
 
 _PHASES = {
     "compute_s": ("compute", COLORS[2], ""),

@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paceline.core.units import format_seconds
-from paceline.prediction.history import HistoryEntry
+from paceline.predict.history import HistoryEntry
 from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.plots.runs.lines import (
     MEASURED,

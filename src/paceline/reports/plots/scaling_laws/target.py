@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from paceline.core.plan import Estimate
-from paceline.prediction.history import HistoryEntry
+from paceline.predict.history import HistoryEntry
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 from paceline.reports.tables.planning.forecasts import WRITTEN
-from paceline.scaling.experiments.design import Belief
+from paceline.scaling.design import Belief
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.surface import tokens_for
 

@@ -4,7 +4,7 @@ import collections
 import statistics
 from collections.abc import Iterator, Sequence
 
-from paceline.prediction.backtest import (
+from paceline.predict.backtest import (
     COVERAGE,
     FEWEST_CASES,
     HeldOutPrediction,

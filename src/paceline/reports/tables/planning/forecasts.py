@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
-from paceline.prediction.history import Coverage, HistoryEntry, Quantity
+from paceline.predict.history import Coverage, HistoryEntry, Quantity
 from paceline.reports.tables.table import Table
 from paceline.reports.tables.terminal import NOT_APPLICABLE
 

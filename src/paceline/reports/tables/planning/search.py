@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from paceline.core.units import format_count, format_duration, to_gibibytes
-from paceline.planner.search.advice import Change
+from paceline.planner.search.advice import Change, Comparison, not_told_apart
+from paceline.planner.search.budget import RunEstimate
 from paceline.planner.search.choice import BOUNDS, Choice
-from paceline.planner.search.compare import Comparison, not_told_apart
-from paceline.planner.search.run_estimate import RunEstimate
 from paceline.planner.search.search import SearchResult
 from paceline.reports.tables.table import Table
 from paceline.reports.tables.terminal import NOT_APPLICABLE

@@ -6,7 +6,7 @@ Ray restarts a task if its worker or node dies, and the run resumes from its che
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from paceline.data.prepare.engines.ray import RayEngine
+from paceline.data.prepare.engines import RayEngine
 from paceline.workflows.sweep.task import RunTask, run_task
 
 

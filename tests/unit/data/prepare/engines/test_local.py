@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data.prepare.engines.local import LocalEngine
+from paceline.data.prepare.engines import LocalEngine
 from tests.unit.data.engine_tasks import Task, die_at_first, divide, refuse, square
 
 

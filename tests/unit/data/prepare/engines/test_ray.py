@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.prepare import pieces
-from paceline.data.prepare.engines import ray as ray_engine
-from paceline.data.prepare.engines.ray import RayEngine
+from paceline.data.prepare import engines as ray_engine
+from paceline.data.prepare import tokenize
+from paceline.data.prepare.engines import RayEngine
 from paceline.data.prepare.run import prepare
 from paceline.data.tokenizer import train_bpe
 from tests.unit.data.corpus import config_of, dataset_bytes, make_documents, write_corpus
@@ -63,7 +63,7 @@ def test_tasks_run_on_the_nodes_and_outlive_their_workers(
 def test_the_result_is_that_of_the_local_engine(
     cluster: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "SMALLEST_PIECE_BYTES", 4000)
     write_corpus(tmp_path / "corpus")
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text(train_bpe(make_documents(100), 300))
@@ -84,7 +84,7 @@ def test_the_result_is_that_of_the_local_engine(
 def test_a_node_that_dies_changes_nothing(
     cluster: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "SMALLEST_PIECE_BYTES", 4000)
     write_corpus(tmp_path / "corpus", per_file=600)
     prepare(config_of(tmp_path / "corpus", tmp_path / "local"))
     doomed = cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=10**8)

@@ -7,10 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from paceline.kernels.attention.inputs import ForwardInputs
-from paceline.kernels.attention.triton import autotune
-from paceline.kernels.attention.triton.autotune import cache_path, candidates, search, tuned_tilings
-from paceline.kernels.attention.triton.backend import triton_forward
+from paceline.kernels.attention.layout import ForwardInputs
+from paceline.kernels.attention.triton import backend
+from paceline.kernels.attention.triton.backend import (
+    cache_path,
+    candidates,
+    search,
+    triton_forward,
+    tuned_tilings,
+)
 from paceline.kernels.attention.triton.launch import KernelLaunch, architecture_of
 from paceline.kernels.attention.triton.tile_sizes import Tiling, choose_tilings
 
@@ -22,7 +27,7 @@ KEY = torch.randn(1, 1, 40, 16, device=DEVICE)
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    autotune._tuned.cache_clear()
+    backend._tuned.cache_clear()
 
 
 def _seconds(launch: KernelLaunch) -> float:
@@ -82,13 +87,13 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
         num_measured += 1
         return _seconds(launch)
 
-    monkeypatch.setattr(autotune, "_time_on_gpu", measure)
+    monkeypatch.setattr(backend, "_time_on_gpu", measure)
     state = torch.get_rng_state()
     first = tuned_tilings(QUERY, KEY, causal=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert num_measured > 10
     num_measured = 0
-    autotune._tuned.cache_clear()  # as in a new process
+    backend._tuned.cache_clear()  # as in a new process
     assert tuned_tilings(QUERY, KEY, causal=True) == first
     assert num_measured == 0
     (kind,) = json.loads(cache_path().read_text())
@@ -99,7 +104,7 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_damaged_cache_is_told_and_replaced(
     damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(autotune, "_time_on_gpu", _seconds)
+    monkeypatch.setattr(backend, "_time_on_gpu", _seconds)
     cache_path().parent.mkdir(parents=True)
     cache_path().write_text(damage)
     with caplog.at_level(logging.WARNING):
@@ -113,14 +118,14 @@ def test_a_cache_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(autotune, "_time_on_gpu", _seconds)
+    monkeypatch.setattr(backend, "_time_on_gpu", _seconds)
     with caplog.at_level(logging.WARNING):
         tuned_tilings(QUERY, KEY, causal=True)
     assert "was not kept" in caplog.text
 
 
 def test_attention_asks_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "_time_on_gpu", _seconds)
+    monkeypatch.setattr(backend, "_time_on_gpu", _seconds)
     inputs = ForwardInputs(QUERY, KEY, KEY, diagonal=0, scale=0.25)
     plain, _ = triton_forward(inputs)
     assert not cache_path().exists()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.kernels.attention.inputs import BackwardInputs, ForwardInputs
+from paceline.kernels.attention.layout import BackwardInputs, ForwardInputs
 from paceline.kernels.attention.triton import backend, launch
 from paceline.kernels.attention.triton.backend import triton_backward, triton_forward
 from paceline.kernels.attention.triton.tile_sizes import Tiling, Tilings

@@ -3,8 +3,8 @@
 import os
 import signal
 
-from paceline.parallel.ranks.supervision import heartbeats
-from paceline.parallel.ranks.supervision.heartbeats import Heartbeats, Phase, Writing
+from paceline.parallel.ranks import heartbeats
+from paceline.parallel.ranks.heartbeats import Heartbeats, Phase, Writing
 
 
 def test_what_a_killed_rank_has_said_stays() -> None:

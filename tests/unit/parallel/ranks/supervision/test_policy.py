@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.parallel.ranks.supervision.policy import Failure, RestartPolicy
+from paceline.parallel.ranks.supervisor import Failure, RestartPolicy
 
 
 def _failure(step: int, exit_code: int = 137, **changes: object) -> Failure:

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from paceline.core.plan import Estimate
-from paceline.prediction.history import HistoryEntry
+from paceline.predict.history import HistoryEntry
 from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.runs.story import plot_story
 from paceline.reports.plots.style import dark

@@ -1,1 +1,0 @@
-"""Attention's FLOPs, bytes and occupancy."""

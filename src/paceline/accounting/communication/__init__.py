@@ -1,1 +1,0 @@
-"""Gradient buckets, the cost of collectives, and its overlap with backward."""

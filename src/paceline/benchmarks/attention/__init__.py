@@ -1,1 +1,0 @@
-"""Attention by sequence length: time and memory."""

@@ -1,1 +1,0 @@
-"""Collectives by size: all-reduce, all-gather, reduce-scatter and others."""

@@ -1,1 +1,0 @@
-"""Triton kernels compiled ahead of time: registers, spills, shared memory."""

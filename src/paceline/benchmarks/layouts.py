@@ -1,0 +1,358 @@
+"""Turns training steps under several layouts into records.
+
+A training step of one batch under a layout, on this rank.
+
+Training steps under several layouts, interleaved on the same ranks.
+
+Every layout gets its own model, from the same seed, and the same global batch. A step's time is
+that of the slowest rank, its memory that of the fullest.
+
+Traces the steps of several layouts, interleaved on the same ranks.
+
+Phases: all layouts are prepared and warmed up as for a measurement. Then one trace records some
+rounds of all of them. The first rank analyses it. For each layout it computes how long the ranks
+computed and how long they only communicated. For each layout with a pipeline it computes how long
+the stages were idle in every step, and keeps the step of median duration in detail, to plot it.
+"""
+
+import dataclasses
+import os
+import pathlib
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.benchmarks.config import LayoutCase, LayoutSweep, WrittenLayout
+from paceline.benchmarks.harness.measure import Progress, ratio_metric, step_peaks
+from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
+from paceline.benchmarks.harness.records import Numbers, measured, predicted
+from paceline.benchmarks.harness.turns import Turns, held, hold, measure_rounds, warm_up
+from paceline.core.errors import UsageError
+from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, step_range
+from paceline.core.specs import BatchShape
+from paceline.kernels import resolve_implementation
+from paceline.kernels.named_range import named_range
+from paceline.models import TransformerLM
+from paceline.parallel import is_launched
+from paceline.parallel.buckets import local_tensor
+from paceline.parallel.mesh.context import ContextShare
+from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.tensor import complete_gradients, summed_loss, vocabulary_parallel
+from paceline.parallel.ranks.device_clock import now, seconds_between, synchronize
+from paceline.parallel.strategies import without_synchronization
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.schema import model_case_fields
+from paceline.traces.analysis import StepOverlap, analyse_trace
+from paceline.traces.capture import record_ranks
+from paceline.traces.pipeline import PipelineStep, pipeline_steps
+from paceline.traces.records import part_samples
+from paceline.training.parallelize import place_model
+
+STEP = "step_time_s"
+PEAK = "peak_bytes"
+_LEARNING_RATE = 1e-4
+
+
+class LayoutStep:
+    """This rank's part of a model under a layout, with its batch and its optimizer.
+
+    Args:
+        case: The model and the batch.
+        written: The layout.
+        device: The device that this rank computes on.
+    """
+
+    def __init__(self, case: LayoutCase, written: WrittenLayout, device: torch.device) -> None:
+        layout = written.layout
+        self._device = device
+        self._groups = MeshGroups(layout, dist.get_rank(), dist.get_world_size(), device)
+        self._num_passes = case.num_micro_batches(written)
+        # Averaging over ranks divides by their number; the scale compensates for it.
+        num_tokens = case.batch_size * case.context_length
+        self._loss_scale = self._groups.gradient_ranks / num_tokens
+        self._range = step_range(written.text)
+        with torch.device("meta"):
+            model = TransformerLM(case.shape)
+        self._pipeline = place_model(
+            model,
+            self._groups,
+            context_length=case.context_length,
+            num_micro_batches=self._num_passes,
+            loss=self._loss,
+            seed=0,
+            schedule="zero_bubble" if written.zero_bubble else "1f1b",
+        )
+        self._model: nn.Module = model
+        if self._pipeline is not None:
+            self._model = nn.ModuleList(self._pipeline.stages.values())
+        self._tokens, self._targets = self._batch(case)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), _LEARNING_RATE, fused=True)
+
+    def _batch(self, case: LayoutCase) -> tuple[Tensor, Tensor]:
+        """Returns this rank's sequences or, with context parallelism, its tokens of them."""
+        groups = self._groups
+        torch.manual_seed(groups.data_rank + 1)
+        size = (case.batch_size // groups.data_ranks, case.context_length + 1)
+        sequences = torch.randint(case.shape.vocab_size, size, device=self._device)
+        tokens, targets = sequences[:, :-1], sequences[:, 1:]
+        if groups.context is not None:
+            share = ContextShare(groups.context)
+            tokens, targets = share.take(tokens), share.take(targets)
+        return tokens.contiguous(), targets.contiguous()
+
+    def run(self) -> dict[str, float]:
+        """Runs one step on this rank and returns its seconds; the ranks start together."""
+        dist.barrier()
+        synchronize(self._device)
+        with named_range(self._range):
+            began = now(self._device)
+            self.forward_and_backward()
+            self.optimizer_step()
+            ended = now(self._device)
+        synchronize(self._device)
+        return {STEP: seconds_between(began, ended)}
+
+    def forward_and_backward(self) -> None:
+        """Runs all passes of a step and leaves averaged gradients."""
+        with vocabulary_parallel(self._groups.tensor is not None):
+            if self._pipeline is not None:
+                self._pipeline.forward_and_backward(self._tokens, self._targets)
+            else:
+                self._run_passes()
+        complete_gradients(self._model)
+
+    def _run_passes(self) -> None:
+        parts = zip(
+            self._tokens.chunk(self._num_passes), self._targets.chunk(self._num_passes), strict=True
+        )
+        for number, (tokens, targets) in enumerate(parts, start=1):
+            if number < self._num_passes:
+                with without_synchronization(self._model):
+                    self._run_pass(tokens, targets)
+            else:
+                self._run_pass(tokens, targets)
+
+    def _run_pass(self, tokens: Tensor, targets: Tensor) -> None:
+        with named_range(FORWARD):
+            loss = self._loss(self._model(tokens), targets)
+        with named_range(BACKWARD):
+            torch.autograd.backward(loss)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits, targets) * self._loss_scale
+
+    def optimizer_step(self) -> None:
+        """Updates the parameters and drops the gradients."""
+        with named_range(OPTIMIZER):
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def peak_bytes(self) -> int:
+        """Runs one more step and returns this rank's peak memory."""
+        state = [
+            value
+            for values in self._optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        kept = [*self._model.parameters(), *self._model.buffers(), *state]
+        local = [local_tensor(tensor) for tensor in kept]
+        phases = {"passes": self.forward_and_backward, "optimizer": self.optimizer_step}
+        peaks = step_peaks(self._device, resident_tensors=local, phases=phases)
+        return max(peaks.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutResult:
+    """Results of one layout, identical on all ranks."""
+
+    samples: dict[str, list[float]]
+    peak_bytes: int
+
+
+class LayoutComparison(Turns):
+    """All layouts of one case on one rank.
+
+    Args:
+        case: The model, the batch and the layouts.
+        device: The device that this rank computes on.
+    """
+
+    def __init__(self, case: LayoutCase, device: torch.device) -> None:
+        self._steps = [LayoutStep(case, written, device) for written in case.layouts]
+        super().__init__(self._steps, device)
+
+    def results(self) -> list[LayoutResult]:
+        """Measures memory, and combines the measurements of all ranks."""
+        return [
+            LayoutResult(
+                samples={name: self.largest(values) for name, values in samples.items()},
+                peak_bytes=int(self.largest([float(step.peak_bytes())])[0]),
+            )
+            for step, samples in zip(self._steps, self.samples, strict=True)
+        ]
+
+
+def prepare(device: torch.device, case: LayoutCase) -> None:
+    """Builds all layouts of a case on this rank."""
+    hold(lambda: LayoutComparison(case, device))
+
+
+GRACE_S = 600.0
+"""Seconds allowed for building the models and the first steps."""
+
+
+def layout_records(sweep: LayoutSweep, on_progress: Progress) -> Iterator[Record]:
+    """Measures every model under all layouts; yields records on rank 0 only."""
+    for case in sweep.cases():
+        for ranks in layout_ranks(sweep, case):
+            yield from ranks.on_first(_records_of(sweep, case, ranks, on_progress))
+
+
+def layout_ranks(sweep: LayoutSweep, case: LayoutCase) -> Iterator[MeasuringRanks]:
+    """Yields the launcher's ranks, or starts as many as the layouts have."""
+    if not is_launched(os.environ):
+        sweep = dataclasses.replace(sweep, world_size=case.layouts[0].layout.world_size)
+    return sweep_ranks(sweep, grace_s=GRACE_S)
+
+
+def _records_of(
+    sweep: LayoutSweep, case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress
+) -> Iterator[Record]:
+    results, reason = ranks.attempt(lambda: _measure(sweep, case, ranks, on_progress))
+    for index, written in enumerate(case.layouts):
+        yield measured(
+            "layout",
+            {
+                **layout_case_fields(case, written, ranks),
+                "baseline": case.layouts[0].text,
+                "warmup": case.warmup,
+                "rounds": case.rounds,
+            },
+            {} if results is None else _numbers(case, results[index], results[0]),
+            outcome="ok" if reason is None else "failed",
+            reason=reason,
+        )
+
+
+def _measure(
+    sweep: LayoutSweep, case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress
+) -> list[LayoutResult]:
+    ranks.run(prepare, case)
+    return measure_rounds(ranks, case.warmup, case.rounds, sweep.time_limit_s, on_progress)
+
+
+def _numbers(case: LayoutCase, result: LayoutResult, baseline: LayoutResult) -> Numbers:
+    numbers: dict[str, Metric | float | list[float]] = {**result.samples, PEAK: result.peak_bytes}
+    num_tokens = case.batch_size * case.context_length
+    numbers["tokens_per_s"] = num_tokens / Metric.from_samples(result.samples[STEP]).value
+    if result is not baseline:
+        numbers["step_time_ratio"] = ratio_metric(result.samples[STEP], baseline.samples[STEP])
+    return numbers
+
+
+def layout_case_fields(
+    case: LayoutCase, written: WrittenLayout, ranks: MeasuringRanks
+) -> dict[str, CaseValue]:
+    """Returns the case fields of the record of a step under a layout."""
+    batch = BatchShape(num_sequences=written.micro_batch, context_length=case.context_length)
+    device = str(ranks.topology["device"])
+    return {
+        "layout": written.text,
+        **model_case_fields(case.model, case.shape, batch),
+        "batch_size": case.batch_size,
+        "precision": "float32",
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "attention": resolve_implementation("auto", device),
+        "optimizer": "adamw-fused",
+        **ranks.topology,
+    }
+
+
+def trace_layouts(sweep: LayoutSweep, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
+    """Traces all layouts; returns the records, on the first rank only.
+
+    Args:
+        sweep: One model, and its layouts.
+        trace: The file to write, which must be accessible to all ranks.
+        on_progress: Called with the number of completed rounds.
+    """
+    cases = list(sweep.cases())
+    if len(cases) != 1:
+        raise UsageError("a trace shows one model; give exactly one --model")
+    (case,) = cases
+    records: list[Record] = []
+    for ranks in layout_ranks(sweep, case):
+        ranks.run(prepare, case)
+        warm_up(ranks, case.warmup, case.rounds, on_progress)
+        ranks.run(trace_rounds, trace, case.rounds)
+        on_progress(case.warmup + case.rounds, case.warmup + case.rounds)
+        if ranks.is_first:
+            records += _records(case, ranks, trace)
+    return records
+
+
+def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> None:
+    """Runs some rounds of the prepared case, and traces them on every rank."""
+    with record_ranks(trace, device):
+        for _ in range(num_rounds):
+            held().run_round(measured=False)
+
+
+def _records(case: LayoutCase, ranks: MeasuringRanks, trace: pathlib.Path) -> Iterator[Record]:
+    analysis = analyse_trace(trace)
+    for written in case.layouts:
+        layout = written.layout
+        fields = layout_case_fields(case, written, ranks)
+        how = {"warmup": case.warmup, "rounds": case.rounds}
+        steps = [step for step in analysis.steps if step.label == written.text]
+        yield measured("layout_trace", {**fields, **how}, _shares(steps))
+        if layout.pipeline == 1:
+            continue
+        # Stages are outermost: ranks of one pipeline are world_size / pipeline apart.
+        own = range(0, layout.world_size, layout.world_size // layout.pipeline)
+        yield measured("pipeline", {**fields, **how}, _schedule_numbers(pipeline_steps(steps, own)))
+        if not written.zero_bubble:
+            passes = layout.pipeline_interleave * case.num_micro_batches(written)
+            yield predicted("pipeline", fields, {"bubble": (layout.pipeline - 1) / passes})
+
+
+def _shares(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:
+    """Returns the parts of each step of a layout, in seconds, averaged over ranks."""
+    by_rank: dict[int, list[StepOverlap]] = {}
+    for step in steps:
+        by_rank.setdefault(step.rank, []).append(step)
+    samples = [part_samples(of_rank) for of_rank in by_rank.values()]
+    return {
+        name: [statistics.mean(step) for step in zip(*(own[name] for own in samples), strict=True)]
+        for name in samples[0]
+    }
+
+
+def _schedule_numbers(steps: Sequence[PipelineStep]) -> dict[str, list[float]]:
+    numbers = {
+        "duration_s": [step.duration_s for step in steps],
+        "work_s": [step.work_s / len(step.ranks) for step in steps],
+        "idle": [step.idle for step in steps],
+        "bubble": [step.bubble for step in steps],
+        "order_bubble": [step.order_bubble for step in steps],
+        "imbalance": [step.imbalance for step in steps],
+        "messages": [step.messages for step in steps],
+    }
+    drawn = sorted(steps, key=lambda step: step.duration_s)[len(steps) // 2]
+    for phase in dict.fromkeys(piece.what.phase for piece in drawn.work):
+        pieces = [piece for piece in drawn.work if piece.what.phase == phase]
+        numbers |= {
+            f"{phase}_start_s": [piece.start_s for piece in pieces],
+            f"{phase}_end_s": [piece.end_s for piece in pieces],
+            f"{phase}_rank": [float(piece.rank) for piece in pieces],
+            f"{phase}_stage": [float(piece.what.stage) for piece in pieces],
+        }
+        if phase != "loss":
+            numbers[f"{phase}_micro_batch"] = [
+                float(piece.what.micro_batch or 0) for piece in pieces
+            ]
+    return numbers

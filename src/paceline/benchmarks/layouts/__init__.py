@@ -1,1 +1,0 @@
-"""Training steps under layouts of several axes, and the timelines of their pipelines."""

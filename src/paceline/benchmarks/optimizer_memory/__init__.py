@@ -1,1 +1,0 @@
-"""Memory and time of sharded optimizer state, rank by rank."""

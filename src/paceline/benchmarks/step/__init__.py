@@ -1,1 +1,0 @@
-"""One training step on one rank: forward, backward, optimizer."""

@@ -1,1 +1,0 @@
-"""Training steps by data-parallel strategy, interleaved in one run."""

@@ -1,0 +1,204 @@
+"""Catalog of checkpoints: which ones are complete, and which ones to keep.
+
+Lists and verifies checkpoints, without torch.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+
+import blake3
+
+from paceline.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpointError, cannot_read
+from paceline.checkpoint.format import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    decode_manifest,
+    read_block,
+    read_bytes,
+    verify_header,
+    wrong_sizes,
+)
+from paceline.checkpoint.storage import Place, open_place
+from paceline.core.finding import Finding
+from paceline.data.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A published step with an intact manifest."""
+
+    step: int
+    storage: Storage
+    manifest: Manifest
+
+
+def open_checkpoint(place: Place, step: int) -> Checkpoint:
+    """Opens a published step.
+
+    Raises unless its manifest is intact and all its files exist in full size.
+
+    Args:
+        place: Location of the checkpoints.
+        step: A published step.
+    """
+    storage = place.storage(step)
+    manifest = read_manifest(storage, step)
+    for wrong in wrong_sizes(storage, manifest).values():
+        raise DamagedCheckpointError(f"{wrong}; {REMEDY}")
+    return Checkpoint(step=step, storage=storage, manifest=manifest)
+
+
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """Returns the manifest of a step; raises if it is missing or damaged."""
+    where = f"{storage.url}/{MANIFEST}"
+    try:
+        content = storage.read(MANIFEST)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{where} is missing; {REMEDY}") from None
+    except OSError as error:
+        raise cannot_read(where, error) from error
+    manifest = decode_manifest(content, where)
+    if manifest.step != step:
+        raise DamagedCheckpointError(f"{where} belongs to step {manifest.step}; {REMEDY}")
+    return manifest
+
+
+def complete_steps(place: Place) -> Iterator[int]:
+    """Yields the complete steps, newest first."""
+    for step in place.steps():
+        try:
+            open_checkpoint(place, step)
+        except DamagedCheckpointError:
+            continue
+        yield step
+
+
+def keep_last(place: Place, number: int) -> list[int]:
+    """Removes all complete checkpoints but the newest ones; returns the removed steps.
+
+    Damaged checkpoints are neither counted nor removed: they cannot replace a complete one.
+
+    Args:
+        place: Location of the checkpoints.
+        number: Number of checkpoints to keep, at least one.
+    """
+    if number < 1:
+        raise CheckpointError(f"{place.url}: keep at least one checkpoint, not {number}")
+    removed = list(complete_steps(place))[number:]
+    for step in removed:
+        place.remove(step)
+    return removed
+
+
+_PART_BYTES = 2**24
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and in total."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """Summary of one checkpoint, for a list."""
+
+    step: int
+    url: str
+    problem: str = ""
+    """Why the checkpoint is incomplete; empty if it is complete."""
+    num_bytes: int = 0
+    num_files: int = 0
+    num_tensors: int = 0
+    world_size: int = 0
+    """Number of ranks that saved it."""
+
+
+def list_checkpoints(where: str | os.PathLike[str]) -> list[CheckpointSummary]:
+    """Returns the checkpoints of a location, oldest first, without reading any tensor.
+
+    Args:
+        where: A directory or ``s3://bucket/prefix``.
+    """
+    place = open_place(where)
+    found = []
+    for step in reversed(place.steps()):
+        url = place.storage(step).url
+        try:
+            manifest = open_checkpoint(place, step).manifest
+        except DamagedCheckpointError as error:
+            found.append(CheckpointSummary(step=step, url=url, problem=str(error)))
+            continue
+        found.append(
+            CheckpointSummary(
+                step=step,
+                url=url,
+                num_bytes=manifest.num_bytes,
+                num_files=len(manifest.files),
+                num_tensors=len(manifest.tensors),
+                world_size=manifest.world_size,
+            )
+        )
+    return found
+
+
+def verify_checkpoint(
+    where: str | os.PathLike[str], step: int, progress: Progress = lambda done, total: None
+) -> Iterator[Finding]:
+    """Reads a whole checkpoint, and yields every difference from what was saved.
+
+    Args:
+        where: A directory or ``s3://bucket/prefix``.
+        step: Step of the checkpoint.
+        progress: Called with the bytes read so far and in total.
+    """
+    place = open_place(where)
+    if step not in place.steps():
+        raise CheckpointError(
+            f"{place.url}: no checkpoint of step {step}; list them with `paceline checkpoint list`"
+        )
+    storage = place.storage(step)
+    try:
+        manifest = read_manifest(storage, step)
+    except DamagedCheckpointError as error:
+        yield Finding(name="manifest", message=str(error))
+        return
+    wrong = wrong_sizes(storage, manifest)
+    for message in wrong.values():
+        yield Finding(name="size", message=message, remedy=REMEDY)
+    done = 0
+    for number, file in enumerate(manifest.files):
+        if file.name not in wrong:
+            yield from _verify_file(storage, manifest, number, file)
+        done += file.num_bytes
+        progress(done, manifest.num_bytes)
+
+
+def _verify_file(
+    storage: Storage, manifest: Manifest, number: int, file: FileEntry
+) -> Iterator[Finding]:
+    """Yields the damage in a file of the right size: checks its digest, then header and blocks."""
+    try:
+        if _digest(storage, file) == file.blake3:
+            return
+    except DamagedCheckpointError as error:
+        yield Finding(name="unreadable", message=str(error))
+        return
+    try:
+        verify_header(storage, manifest, number)
+    except DamagedCheckpointError as error:
+        yield Finding(name="digest", message=str(error))
+    for name, tensor in manifest.tensors.items():
+        for chunk in (chunk for chunk in tensor.chunks if chunk.file == number):
+            for block in range(len(chunk.blake3)):
+                try:
+                    read_block(storage, manifest, name, chunk, block)
+                except DamagedCheckpointError as error:
+                    yield Finding(name="digest", message=str(error))
+
+
+def _digest(storage: Storage, file: FileEntry) -> str:
+    digest = blake3.blake3()
+    for start in range(0, file.num_bytes, _PART_BYTES):
+        end = min(start + _PART_BYTES, file.num_bytes)
+        digest.update(read_bytes(storage, file.name, start, end))
+    return digest.hexdigest()

@@ -1,1 +1,0 @@
-"""``paceline lab`` and its subcommands."""

@@ -1,0 +1,128 @@
+"""The output of ``paceline`` without arguments: goals, and the first command for each.
+
+``paceline demo``: an end-to-end demo in a few minutes, on two cores and without downloads.
+
+Rejects unknown commands, and suggests the nearest known one.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
+from paceline.core.errors import UsageError, did_you_mean
+
+_GOALS = (
+    ("see it work, in five minutes", "paceline demo"),
+    ("train a model on my text", "paceline data prepare corpus --tokenizer bytes --out tokens"),
+    ("", "paceline train init > run.toml"),
+    ("", "paceline train run.toml --ranks 2"),
+    ("turn a budget of FLOPs into a model", "paceline loop run.toml --budget 1e13"),
+    ("know which layout is fastest", "paceline plan search --model llama3-70B --devices 64"),
+    ("know whether a model fits in memory", "paceline plan memory --model large --device h100-sxm"),
+    ("find out why a step is slow", "paceline profile step --model small --out profile"),
+    ("compare DDP, ZeRO and FSDP", "paceline bench ddp --strategies torch_ddp bucketed sharded"),
+    ("know how large a model to train", "paceline scaling fit runs.jsonl --budgets 1e20"),
+    ("know what failures cost at scale", "paceline plan goodput --devices 16384"),
+    ("check this machine", "paceline env --self-test"),
+    ("emulate a slow network", "paceline lab run --hosts 2 --rate 1gbit -- paceline bench ddp"),
+)
+
+
+def goals_text() -> str:
+    """Returns the goals with their commands, formatted for 80 columns."""
+    lines = [
+        "Paceline plans, runs and explains the data-parallel training of language models.",
+        "",
+        "I want to",
+    ]
+    for goal, command in _GOALS:
+        if goal:
+            lines.append(f"  {goal}:")
+        lines.append(f"      {command}")
+    lines += ["", "paceline --help lists all commands; paceline COMMAND --help shows its options."]
+    return "\n".join(lines) + "\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoCommand:
+    """Train a small model over an emulated network, and compare it with its prediction.
+
+    Prepares the text of Python's manual, calibrates this machine, plans, trains on two ranks with
+    a 1 Gbit/s link between them, writes an HTML page and generates a sample, in under five minutes
+    on two cores. Shows every command before running it.
+    """
+
+    out: pathlib.Path = pathlib.Path("demo")
+    """Directory for all files; demo.html in it is the page to open."""
+    steps: int = 400
+    """Training steps."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError("--steps must be at least 1")
+
+    def run(self) -> int:
+        """Runs the demo and prints its results."""
+        from paceline.core.processes import termination_as_exit
+        from paceline.reports.tables.planning.forecasts import outcome_table
+        from paceline.workflows.demo import PROMPT, Demo
+
+        if self.out.exists():
+            raise UsageError(f"{self.out} already exists; name another directory with --out")
+        self.out.mkdir(parents=True, exist_ok=True)
+        with termination_as_exit():
+            made = Demo(directory=self.out, steps=self.steps, say=say).run()
+        if self.output.json:
+            print_json(made)
+            return 0
+        stdout_console().print(outcome_table(made.entries, "Predicted and measured"))
+        sys.stdout.write(
+            f"{PROMPT} → {made.sample}\n\npage: {made.page}\npicture: {made.picture}\n"
+        )
+        return 0
+
+
+def require_known_verb(arguments: Sequence[str], verbs: Any) -> None:
+    """Raises an error for a word in the position of a command that is not one.
+
+    Args:
+        arguments: The command line.
+        verbs: The union of commands, each annotated with its name; a command may have a field
+            whose type is again such a union.
+    """
+    known, path = _named(verbs), "paceline"
+    for word in arguments:
+        if not known or word.startswith("-"):
+            return
+        if word not in known:
+            listed = ", ".join(known)
+            raise UsageError(
+                f"{path}: no command {word!r}; {did_you_mean(word, known)}known: {listed}"
+            )
+        path = f"{path} {word}"
+        known = {name: kind for hint in _hints(known[word]) for name, kind in _named(hint).items()}
+
+
+def _hints(command: type) -> list[Any]:
+    """Returns the types of a command's fields; empty if they cannot be resolved."""
+    try:
+        return list(typing.get_type_hints(command, include_extras=True).values())
+    except (NameError, TypeError):
+        # Types of options may be imported for type checking only.
+        return []
+
+
+def _named(annotation: Any) -> dict[str, Any]:
+    """Returns the types in a union that are named with tyro.conf.subcommand, by name."""
+    found: dict[str, Any] = {}
+    for each in typing.get_args(annotation):
+        if typing.get_origin(each) is Annotated:
+            kind, *remarks = typing.get_args(each)
+            names = [getattr(remark, "name", None) for remark in remarks]
+            found |= {name: kind for name in names if isinstance(name, str)}
+    return found

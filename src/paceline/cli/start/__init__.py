@@ -1,1 +1,0 @@
-"""Entry points for new users: a list of goals, and a demo."""

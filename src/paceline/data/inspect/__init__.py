@@ -1,1 +1,0 @@
-"""Inspection of a prepared dataset: its integrity and its contents."""

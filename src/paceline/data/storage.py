@@ -1,0 +1,326 @@
+"""Storage for datasets: a local directory or a prefix of an S3 bucket, behind one protocol.
+
+Invariant of every storage: a name refers to a complete object or to none. A killed writer leaves
+nothing that a reader would mistake for data.
+
+A directory as a storage.
+
+A prefix of an S3 bucket as a storage, through obstore.
+
+Credentials, region and endpoint come from the usual environment variables: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL. S3 writes objects atomically.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from paceline.core.errors import DataError, TruncatedError, UsageError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+
+_UNFINISHED = ".unfinished-"
+
+
+class LocalStorage:
+    """The files below a directory, which the first write creates.
+
+    Args:
+        directory: The directory of the files.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = pathlib.Path(directory)
+
+    @property
+    def url(self) -> str:
+        """The directory's path."""
+        return str(self.directory)
+
+    def path(self, name: str) -> pathlib.Path:
+        """Returns the path of an object's file, for example to memory-map it."""
+        return self.directory / name
+
+    def read(self, name: str) -> bytes:
+        """Returns a whole file."""
+        return self.path(name).read_bytes()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Returns a part of a file."""
+        with self.path(name).open("rb") as file:
+            file.seek(start)
+            content = file.read(end - start)
+        if len(content) < end - start:
+            raise TruncatedError(
+                f"{self.path(name)} ends at byte {start + len(content)}, before byte {end}; it is "
+                "truncated: prepare the dataset again"
+            )
+        return content
+
+    def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+        """Writes a temporary sibling and renames it."""
+        with _unfinished(self.path(name), content) as unfinished:
+            unfinished.replace(self.path(name))
+
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Writes a temporary sibling and hard-links it to the name, if the name is free."""
+        with _unfinished(self.path(name), content) as unfinished:
+            try:
+                self.path(name).hardlink_to(unfinished)
+            except FileExistsError:
+                return self.read(name) == content
+        return True
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Returns the sizes of the files below a prefix, without partial files."""
+        return {
+            path.relative_to(self.directory).as_posix(): path.stat().st_size
+            for path in sorted(self.path(prefix).rglob("*"))
+            if path.is_file() and not path.name.startswith(_UNFINISHED)
+        }
+
+    def delete(self, name: str) -> None:
+        """Deletes a file, and its parent directories that are now empty."""
+        path = self.path(name)
+        path.unlink(missing_ok=True)
+        for parent in path.relative_to(self.directory).parents[:-1]:
+            try:
+                (self.directory / parent).rmdir()
+            except OSError:
+                break
+
+    def clear(self, prefix: str) -> None:
+        """Deletes a directory and its contents."""
+        shutil.rmtree(self.path(prefix), ignore_errors=True)
+
+    def discard_unfinished(self) -> None:
+        """Deletes temporary siblings that were never renamed."""
+        for path in self.directory.rglob(f"{_UNFINISHED}*"):
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _unfinished(
+    path: pathlib.Path, content: bytes | bytearray | memoryview
+) -> Iterator[pathlib.Path]:
+    """Yields a temporary sibling with the content; deletes it unless it was renamed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
+                os.fchmod(descriptor, 0o644)  # The usual mode; mkstemp creates private files.
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            yield pathlib.Path(unfinished)
+        finally:
+            with contextlib.suppress(OSError):
+                pathlib.Path(unfinished).unlink()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written: {error.strerror}; free disk space, or name another place"
+        ) from error
+
+
+_S3 = "s3://"
+
+
+class Storage(Protocol):
+    """Objects by name; the parts of a name are separated by slashes."""
+
+    @property
+    def url(self) -> str:
+        """The location of the storage, as a user would write it."""
+
+    def read(self, name: str) -> bytes:
+        """Returns a whole object; raises FileNotFoundError if there is none."""
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Returns the bytes in [`start`, `end`); raises if the object is shorter."""
+
+    def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+        """Writes or replaces an object atomically."""
+
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Writes an object unless one exists; returns whether it now has the given content."""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Returns the size in bytes of every object below a prefix, by name."""
+
+    def delete(self, name: str) -> None:
+        """Deletes an object; does nothing if there is none."""
+
+    def clear(self, prefix: str) -> None:
+        """Deletes all objects below a prefix."""
+
+    def discard_unfinished(self) -> None:
+        """Deletes partial files of killed writers; no process may be writing."""
+
+
+def open_storage(place: str | os.PathLike[str]) -> Storage:
+    """Returns the storage at a directory or at ``s3://bucket/prefix``."""
+    text = os.fspath(place)
+    if text.startswith(_S3):
+        return S3Storage(text)
+    if "://" in text:
+        raise UsageError(f"{text}: not a place for data; name a directory or s3://bucket/prefix")
+    return LocalStorage(text)
+
+
+_ATTEMPTS = 4
+_FIRST_PAUSE_S = 0.2
+_DELETED_TOGETHER = 1000
+
+_Result = TypeVar("_Result")
+
+
+class S3Storage:
+    """The objects below ``s3://bucket/prefix``.
+
+    Args:
+        url: The bucket and the prefix.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._made: S3Store | None = None
+
+    def read(self, name: str) -> bytes:
+        """Fetches a whole object."""
+        import obstore
+
+        return self._retried(name, lambda: bytes(obstore.get(self._store(), name).bytes()))
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Fetches a byte range of an object."""
+        import obstore
+
+        content = self._retried(
+            name, lambda: bytes(obstore.get_range(self._store(), name, start=start, end=end))
+        )
+        if len(content) < end - start:
+            raise TruncatedError(
+                f"{self.url}/{name} ends at byte {start + len(content)}, before byte {end}; it is "
+                "truncated: prepare the dataset again"
+            )
+        return content
+
+    def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+        """Uploads an object, in parts if it is large."""
+        import obstore
+
+        whole = bytes(content)
+        try:
+            self._retried(name, lambda: obstore.put(self._store(), name, whole))
+        except FileNotFoundError as error:
+            raise DataError(f"{self.url}: no such bucket; create it first") from error
+
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Uploads an object, unless the server has one with this name."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        whole = bytes(content)
+
+        def put() -> bool:
+            try:
+                obstore.put(self._store(), name, whole, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                # It may be ours: the response to an earlier attempt may have been lost.
+                return self.read(name) == whole
+            return True
+
+        return self._retried(name, put)
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Returns the sizes of the objects below a prefix."""
+        import obstore
+
+        chunks = self._retried(prefix, lambda: list(obstore.list(self._store(), prefix or None)))
+        return {found["path"]: found["size"] for chunk in chunks for found in chunk}
+
+    def delete(self, name: str) -> None:
+        """Deletes an object."""
+        import obstore
+
+        self._retried(name, lambda: obstore.delete(self._store(), name))
+
+    def clear(self, prefix: str) -> None:
+        """Deletes the objects below a prefix in batches."""
+        import obstore
+
+        names = list(self.sizes(prefix))
+        for start in range(0, len(names), _DELETED_TOGETHER):
+            chosen = names[start : start + _DELETED_TOGETHER]
+            self._retried(prefix, functools.partial(obstore.delete, self._store(), chosen))
+
+    def discard_unfinished(self) -> None:
+        """Does nothing: S3 does not show partial objects."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"url": self.url, "_made": None}  # Each worker creates its own client.
+
+    def _store(self) -> "S3Store":
+        # The threads that serve the requests of all clients do not survive a fork: a request would
+        # wait forever.
+        if _first_user() != os.getpid():
+            raise DataError(
+                f"{self.url}: S3 was used before this process was forked; start workers with spawn "
+                "or forkserver"
+            )
+        if self._made is None:
+            self._made = _connect(self.url)
+        return self._made
+
+    def _retried(self, name: str, request: Callable[[], _Result]) -> _Result:
+        """Retries a failed request with exponential backoff."""
+        from obstore.exceptions import BaseError, NotFoundError
+
+        for attempt in range(_ATTEMPTS):
+            try:
+                return request()
+            except (NotFoundError, FileNotFoundError) as error:
+                raise FileNotFoundError(f"{self.url}/{name}: no such object") from error
+            except BaseError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise DataError(
+                        f"{self.url}/{name}: {_first_line(error)}, {_ATTEMPTS} times; check "
+                        "AWS_ENDPOINT_URL, the credentials and the network"
+                    ) from error
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+
+@functools.cache
+def _first_user() -> int:
+    return os.getpid()
+
+
+def _connect(url: str) -> "S3Store":
+    try:
+        from obstore.store import S3Store
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{url}: S3 needs the package obstore; pip install 'paceline[s3]'"
+        ) from error
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    # Plain HTTP is allowed only if the endpoint requests it, as for a local server.
+    return S3Store.from_url(
+        url,
+        client_options={"allow_http": endpoint.startswith("http://")},
+        # obstore retries as well; each of our attempts starts from the beginning.
+        retry_config={"max_retries": 2},
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

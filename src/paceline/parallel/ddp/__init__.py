@@ -1,1 +1,0 @@
-"""Containers that average gradients over ranks: naive, flat, overlapped and bucketed."""

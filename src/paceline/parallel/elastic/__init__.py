@@ -1,1 +1,0 @@
-"""Elastic training with torchft: replicas join and leave while the others continue."""

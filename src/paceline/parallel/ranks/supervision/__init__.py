@@ -1,1 +1,0 @@
-"""Supervision of ranks: heartbeats, and restarts after a rank dies or hangs."""

@@ -1,0 +1,524 @@
+"""Gradient averaging overlapped with backward.
+
+Phases of one backward pass on every rank:
+
+1. The gradient of the module's output arrives: a run begins and registers a callback at the end of
+   the pass, so it completes without a call from the training loop.
+2. A parameter's gradient is complete: it is scaled by this rank's weight and moved into its bucket.
+   Small gradients are moved in groups. When a bucket and all buckets before it are complete, its
+   collective starts. Buckets start strictly in index order, so ranks whose gradients arrive in
+   different orders cannot deadlock. If messages use separate memory, the previous message is then
+   waited for and freed, so at most two exist: one in flight and one being filled.
+3. Backward is over: incomplete buckets start now, with zeros for missing gradients. After all
+   containers of the pass have sent their buckets, all messages are waited for. This wait is the
+   exposed communication.
+
+The plan alone determines the order of sends and waits. The program never polls whether a message
+has completed: on a GPU it runs ahead of the device and cannot know.
+
+A parameter without a gradient on every rank keeps none. If some ranks have a gradient for it, all
+ranks get the average, in which the other ranks count as zeros.
+
+A pass that completes no parameter, for example for gradients of the input only, sends nothing.
+
+Backward passes inside backward (reentrant checkpointing) may complete the same parameter several
+times, so their gradients are sent only in phase 3.
+
+Joint completion of a backward pass for all containers that take part in it.
+
+Ranks may reach two containers in different orders. If each container sent and waited separately,
+two ranks could deadlock, each waiting in a different container. Therefore all containers send first
+and then all wait, in creation order, which is the same on all ranks.
+
+The interface between the synchroniser and buckets.
+
+`paceline.parallel.buckets.Bucket` all-reduces its gradients;
+`paceline.parallel.zero.bucket.ShardedBucket` reduce-scatters them.
+
+Warnings, given once, about causes that prevent overlap of communication with backward.
+"""
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from paceline.accounting.buckets import GROUP_BYTES
+from paceline.core.errors import PacelineError
+from paceline.core.ranges import WAIT, bucket_range
+from paceline.kernels.named_range import named_range
+from paceline.parallel.backward_pass import (
+    OUTSIDE_BACKWARD,
+    AnyWork,
+    BackwardRun,
+    LaunchPolicy,
+    RunTimes,
+    Settings,
+    SynchronizationStats,
+    SyncState,
+    current_pass,
+)
+from paceline.parallel.buckets import BucketPlan, GradientError, RankWeight
+from paceline.parallel.module_checks import SynchronizationError, claim, release, take_when_complete
+from paceline.parallel.ranks.device_clock import now
+from paceline.parallel.ranks.pending import collective_error, counted_wait
+
+
+class Participant(Protocol):
+    """An object with messages to send and to wait for when a backward pass is over."""
+
+    made: int
+    """The value of `next_number` at creation."""
+    rank: int
+    """The rank it belongs to: ranks may be threads of one process."""
+
+    def send_rest(self) -> None:
+        """Sends the messages not sent during backward."""
+
+    def receive_rest(self) -> None:
+        """Waits for all messages in flight."""
+
+
+_numbers = itertools.count()
+_participants: dict[int, list["weakref.ref[Participant]"]] = {}
+"""Participants of each pass, by the autograd engine's ID of the pass."""
+_awaiting: "weakref.WeakSet[Participant]" = weakref.WeakSet()
+
+
+def next_number() -> int:
+    """Returns a creation number; equal on all ranks that create the same participants."""
+    return next(_numbers)
+
+
+def take_part(participant: Participant, task: int) -> None:
+    """Registers a participant to be called at the end of the current pass.
+
+    Args:
+        participant: The participant; not kept alive.
+        task: The autograd engine's ID of the pass.
+    """
+    if task not in _participants:
+        _participants[task] = []
+        Variable._execution_engine.queue_callback(lambda: _finish(task))
+    _participants[task].append(weakref.ref(participant))
+
+
+def leave(participant: Participant, task: int) -> None:
+    """Forgets a pass that an error aborted.
+
+    Args:
+        participant: A participant of the pass.
+        task: The autograd engine's ID of the pass.
+    """
+    _participants.pop(task, None)
+    _awaiting.discard(participant)
+
+
+def expect_backward(participant: Participant) -> None:
+    """Records that a forward pass has run whose backward is to be averaged."""
+    _awaiting.add(participant)
+
+
+def is_alone(participant: Participant) -> bool:
+    """Returns whether this is the only participant of its rank with a pending backward.
+
+    Only then may it wait during backward: ranks that reach two containers in different orders would
+    otherwise each wait for a message that the other sends later.
+    """
+    return all(other is participant or other.rank != participant.rank for other in list(_awaiting))
+
+
+def _finish(task: int) -> None:
+    alive = [participant() for participant in _participants.pop(task)]
+    ordered = sorted((one for one in alive if one is not None), key=lambda one: one.made)
+    for participant in ordered:
+        participant.send_rest()
+    for participant in ordered:
+        participant.receive_rest()
+    # Others, such as a container whose forward was aborted, are no longer expected.
+    ranks = {participant.rank for participant in ordered}
+    for other in list(_awaiting):
+        if other.rank in ranks:
+            _awaiting.discard(other)
+
+
+class GradientBucket(Protocol):
+    """Gradients that are sent in one message."""
+
+    plan: BucketPlan
+    """The bucket's tensors and their positions."""
+    is_received_early: bool
+    """Whether messages use separate memory, which is freed when they have been received."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters of the bucket, in the order of the plan."""
+
+    def keep(self, position: int) -> None:
+        """Accepts a gradient that is not sent in this pass."""
+
+    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
+        """Moves gradients into the bucket, scaled by the weight."""
+
+    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
+        """Returns the message, after taking the remaining gradients and zeros for missing ones."""
+
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> AnyWork:
+        """Starts the collective."""
+
+    def unpack(self, message: Tensor) -> None:
+        """Stores the reduced message."""
+
+
+_COMPILED = "Compiled"
+
+
+class OverlapWarning(UserWarning):
+    """Communication that could have overlapped with backward did not."""
+
+
+class OverlapMonitor:
+    """Inspects the graph and gradient arrivals of a container that sends during backward."""
+
+    def __init__(self) -> None:
+        self._has_seen_graph = False
+        self._warned_of_missing = False
+
+    def look_at_graph(self, outputs: Iterable[Tensor]) -> None:
+        """Warns if one compiled graph computes all gradients, so that all arrive at the end."""
+        if self._has_seen_graph:
+            return
+        self._has_seen_graph = True
+        sources = _sources_of_gradients(outputs)
+        if len(sources) == 1 and _COMPILED in sources.pop().name():
+            _warn(
+                "the model is compiled as a whole: all its gradients become complete together at "
+                "the end of backward, so nothing can be sent during backward. Compile each block "
+                "instead (for block in model.blocks: block.compile())"
+            )
+
+    def look_at_arrivals(self, names: Sequence[str], arrived: Sequence[int]) -> None:
+        """Warns if a parameter had no gradient."""
+        if all(arrived) or self._warned_of_missing:
+            return
+        self._warned_of_missing = True
+        _warn(
+            f"parameter {names[arrived.index(0)]!r} had no gradient on this rank: the buckets "
+            "from its own on were sent only after backward. explain_unused() lists all such "
+            "parameters; freeze those that are never used (requires_grad_(False))"
+        )
+
+
+def _sources_of_gradients(outputs: Iterable[Tensor]) -> set[Node]:
+    """Returns graph nodes that pass gradients to parameters; stops once two are found."""
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(waiting)
+    sources: set[Node] = set()
+    while waiting and len(sources) < 2:
+        node = waiting.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if hasattr(following, "variable"):
+                sources.add(node)
+            elif following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return sources
+
+
+def _warn(message: str) -> None:
+    # All calling frames belong to the container or the autograd engine, none to user code.
+    warnings.warn(message, OverlapWarning, stacklevel=2)
+
+
+class GradientSynchronizer:
+    """Keeps the gradients of some parameters equal over the ranks of a group.
+
+    Args:
+        names: The parameters' names, for error messages.
+        parameters: The trained parameters.
+        buckets: The buckets of the parameters, in sending order.
+        settings: How gradients are sent.
+        sync_state: The user's requests for the next pass.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[GradientBucket],
+        *,
+        settings: Settings,
+        sync_state: SyncState,
+    ) -> None:
+        claim(parameters, names, self)
+        self.made = next_number()
+        self.rank = dist.get_rank()
+        self._names = names
+        self._parameters = parameters
+        self._settings = settings
+        self._sync_state = sync_state
+        self.buckets = buckets
+        self._bucket_lengths = [len(bucket.parameters) for bucket in buckets]
+        self._places = [(0, 0, 0)] * len(parameters)
+        """Each parameter's bucket index, position in the bucket and size in bytes."""
+        for number, bucket in enumerate(buckets):
+            for position, slot in enumerate(bucket.plan.slots):
+                num_bytes = parameters[slot.tensor].nbytes
+                self._places[slot.tensor] = (number, position, num_bytes)
+        self._run: BackwardRun | None = None
+        self._last_run: BackwardRun | None = None
+        self._overlap_monitor = OverlapMonitor()
+        self._side_stream = (
+            torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
+            if settings.device.type == "cuda"
+            else None
+        )
+        self.arrived = bytearray(len(parameters))
+        """Which parameters had a gradient in the last synchronised backward on this rank."""
+        self.records_times = False
+        """Whether to record arrival times even if the user has not requested statistics."""
+        self.before_run: Callable[[], None] = _nothing
+        """Called on all ranks when the synchronisation of a pass begins."""
+        self.after_run: Callable[[], None] = _nothing
+        """Called on all ranks when the synchronisation of a pass has ended."""
+        handles = [
+            take_when_complete(parameter, self, index) for index, parameter in enumerate(parameters)
+        ]
+        self._remove_hooks = weakref.finalize(self, _remove_all, handles)
+
+    def close(self) -> None:
+        """Removes the hooks and releases the parameters; gradients are unchanged."""
+        self._remove_hooks()
+        release(self._parameters)
+
+    @property
+    def _is_early(self) -> bool:
+        return self._settings.launch is LaunchPolicy.WHEN_READY and len(self.buckets) > 1
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass has begun and not ended."""
+        return self._run is not None
+
+    def watch_outputs(self, outputs: Sequence[Tensor], *, average: bool) -> None:
+        """Registers hooks that begin a run when the gradient of an output arrives.
+
+        Args:
+            outputs: Output tensors of the forward pass.
+            average: Whether to average the pass if it completes a gradient.
+        """
+        if average:
+            expect_backward(self)
+        if self._is_early:
+            self._overlap_monitor.look_at_graph(outputs)
+        for output in outputs:
+            # A leaf, such as a parameter, would keep the hook forever.
+            if output.grad_fn is not None:
+                output.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _gradient: self._begin_from_output(average)
+                )
+
+    def _begin_from_output(self, average: bool) -> None:
+        self.begin(average=average)  # A hook must not return anything.
+
+    def forget_broken_pass(self) -> None:
+        """Discards a backward pass that an error aborted; call only outside of backward.
+
+        Raises if the pass had begun to send: its messages would be mistaken for the next pass's.
+        """
+        run, self._run = self._run, None
+        if run is None:
+            return
+        leave(self, run.task)
+        if run.message_bytes:
+            self._run = run
+            raise SynchronizationError(
+                f"rank {dist.get_rank()}: the last backward pass was interrupted while its "
+                "gradients were being averaged, and the ranks no longer agree on them; restart "
+                "from a checkpoint"
+            )
+
+    def begin(self, *, average: bool) -> BackwardRun:
+        """Returns the run of the current backward pass, and begins one if there is none."""
+        task = current_pass()
+        if self._run is None:
+            times = None
+            if self.records_times or self._sync_state.records_statistics:
+                times = RunTimes(self._settings.device, len(self.buckets))
+            self._run = BackwardRun(task=task, bucket_lengths=self._bucket_lengths, times=times)
+            if task != OUTSIDE_BACKWARD:
+                take_part(self, task)
+        elif self._run.task != task:
+            raise SynchronizationError(
+                "a reentrant checkpoint around the whole container ran a backward pass inside the "
+                "container's own; use checkpoint(..., use_reentrant=False)"
+            )
+        self._run.average |= average
+        return self._run
+
+    def take_part(self, run: BackwardRun) -> None:
+        """Marks a run as averaged, even if it completes no gradient on this rank."""
+        self.before_run()
+        num_ranks = dist.get_world_size(self._settings.group)
+        run.weight = self._sync_state.take_weight(num_ranks) or RankWeight(1 / num_ranks)
+        self.arrived = bytearray(len(self._parameters))
+
+    @torch.no_grad()
+    def send_rest(self) -> None:
+        """Sends the buckets not sent during backward; ends a run that is not averaged."""
+        run = self._run
+        if run is None or run.weight is None:
+            self._run = None
+            return
+        if run.times is not None:
+            run.times.backward_over = now(self._settings.device)
+        while len(run.message_bytes) < len(self.buckets):
+            self._send_next(run)
+
+    @torch.no_grad()
+    def receive_rest(self) -> None:
+        """Waits for all messages in flight and ends the run, if there is one."""
+        run = self._run
+        if run is None:
+            return
+        while run.in_flight:
+            self._receive_next(run)
+        if run.times is not None:
+            run.times.all_received = now(self._settings.device)
+        self._last_run = run
+        self.after_run()
+        self._run = None
+        self._sync_state.forward_is_pending = False
+        if self._is_early:
+            self._overlap_monitor.look_at_arrivals(self._names, self.arrived)
+
+    def stats(self) -> SynchronizationStats | None:
+        """Returns statistics of the last synchronisation, or None if they were not recorded."""
+        if self._last_run is None or self._last_run.times is None:
+            return None
+        return self._last_run.times.stats(self._bucket_lengths, self._last_run.message_bytes)
+
+    def message_bytes(self) -> list[int]:
+        """Returns the size of each message of the last synchronisation."""
+        return [] if self._last_run is None else list(self._last_run.message_bytes)
+
+    def arrivals_s(self) -> list[float]:
+        """Returns each gradient's arrival time in the last run; empty if not recorded."""
+        if self._last_run is None or self._last_run.times is None:
+            return []
+        return self._last_run.times.arrivals_s(len(self._parameters))
+
+    def take(self, index: int) -> None:
+        """Processes a gradient that backward has completed; called by the parameter's hook."""
+        run = self._run
+        if run is None:
+            # The output was in a container that `tensors_in` does not search, so no hook fired.
+            run = self.begin(average=self._sync_state.forward_synchronizes)
+        number, position, num_bytes = self._places[index]
+        if run.weight is None:
+            if not (run.average and self._sync_state.synchronize):
+                self._keep(number, position)
+                return
+            self.take_part(run)
+        if run.is_complete[index]:
+            raise GradientError(
+                f"parameter {self._names[index]!r} got a second gradient in one backward pass, "
+                "after the first was taken as complete: it is used inside and outside a reentrant "
+                "checkpoint; use checkpoint(..., use_reentrant=False)"
+            )
+        self.arrived[index] = 1
+        if run.times is not None:
+            run.times.arrivals[index] = now(self._settings.device)
+        if current_pass() != run.task:
+            self._keep(number, position)
+            return
+        run.is_complete[index] = 1
+        run.waiting[number].append(position)
+        run.waiting_bytes[number] += num_bytes
+        run.num_left[number] -= 1
+        if run.num_left[number] == 0:
+            self._move_waiting(run, number)
+            if self._settings.launch is LaunchPolicy.WHEN_READY:
+                self._send_what_is_ready(run)
+        elif run.waiting_bytes[number] >= GROUP_BYTES:
+            self._move_waiting(run, number)
+
+    @torch.no_grad()
+    def _keep(self, number: int, position: int) -> None:
+        self.buckets[number].keep(position)
+
+    @torch.no_grad()
+    def _move_waiting(self, run: BackwardRun, number: int) -> None:
+        """Moves the bucket's complete gradients into its buffer."""
+        positions = run.waiting[number]
+        assert run.weight is not None
+        if positions:
+            self.buckets[number].take(positions, run.weight)
+            run.taken[number].update(positions)
+            run.waiting[number] = []
+            run.waiting_bytes[number] = 0
+
+    @torch.no_grad()
+    def _send_what_is_ready(self, run: BackwardRun) -> None:
+        while (number := len(run.message_bytes)) < len(self.buckets) and not run.num_left[number]:
+            self._send_next(run)
+
+    def _send_next(self, run: BackwardRun) -> None:
+        number = len(run.message_bytes)
+        bucket = self.buckets[number]
+        assert run.weight is not None
+        self._move_waiting(run, number)
+        message = bucket.pack(run.taken[number], run.weight)
+        run.message_bytes.append(message.nbytes)
+        if run.times is not None:
+            run.times.launch()
+        try:
+            with named_range(bucket_range(number)):
+                work = bucket.start(message, self._settings.group)
+        except RuntimeError as error:
+            raise _bucket_error(number, message, error) from error
+        run.in_flight.append((message, work))
+        if run.times is not None:
+            run.times.watch(number, work, self._side_stream)
+        del message, work  # Otherwise the message received below would not be freed.
+        if self._settings.launch is LaunchPolicy.ONE_BY_ONE:
+            self._receive_next(run)
+        elif number and self.buckets[number - 1].is_received_early and is_alone(self):
+            while len(run.in_flight) > 1:
+                self._receive_next(run)
+
+    def _receive_next(self, run: BackwardRun) -> None:
+        number = run.num_received
+        run.num_received += 1
+        message, work = run.in_flight.popleft()
+        try:
+            with named_range(WAIT), counted_wait():
+                work.wait()
+        except RuntimeError as error:
+            raise _bucket_error(number, message, error) from error
+        if run.times is not None:
+            run.times.receive(number)
+        self.buckets[number].unpack(message)
+
+
+def _remove_all(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _bucket_error(number: int, message: Tensor, error: RuntimeError) -> PacelineError:
+    return collective_error(f"reduction of bucket {number}", message.nbytes, error)
+
+
+def _nothing() -> None:
+    pass

@@ -1,1 +1,0 @@
-"""Gradient averaging overlapped with backward: the common base of DDP, ZeRO and FSDP."""

@@ -1,1 +1,0 @@
-"""Data set of published training-run measurements, with sources."""

@@ -1,1 +1,0 @@
-"""Exports of a layout to Paceline, torchtitan and Megatron-LM."""

@@ -1,1 +1,0 @@
-"""Memory model of Paceline's own trainer under a layout."""

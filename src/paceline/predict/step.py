@@ -1,0 +1,315 @@
+"""Predicted time of a data-parallel step on a calibrated machine, by term.
+
+Forward and backward come from `paceline.predict.step`. For P parameters on n ranks, a
+strategy adds:
+
+    optimizer     P, or P/n if the optimizer state is sharded, times the update of one parameter
+    bucket copy   copies of the gradients into and out of buckets
+    exposed       communication that compute waits for. naive and flat expose every collective;
+                  the others expose what remains after backward. sharded_optimizer all-gathers all
+                  parameters after its step. sharded all-gathers bucket by bucket, and the next
+                  forward waits only for the buckets that it needs
+    contention    compute time lost to collectives in flight, proportional to their bytes and at
+                  most the time to wait for them. The collectives slow down as well
+
+The last two come from `paceline.accounting.overlap`.
+
+Predicted forward and backward time on a calibrated machine, segment by segment.
+
+The sequence of collectives with which each strategy reduces gradients.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.accounting.buckets import aligned, cut_unit, divide_as_torch, divide_into_buckets
+from paceline.accounting.flops import ModelSegment, model_segments
+from paceline.accounting.overlap import ComputeSegment, OverlapResult, Transfer, simulate_overlap
+from paceline.core.errors import UsageError
+from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.strategies import (
+    BUCKET_STRATEGIES,
+    DEFAULT_BUCKET_SIZE_MB,
+    SHARDED_STATE,
+    Operation,
+    StrategyName,
+)
+from paceline.core.units import MIB
+from paceline.predict.calibration import Calibration, attention_work, linear_work, nearest_times
+
+
+class SegmentTime(NamedTuple):
+    """Seconds of one segment's forward or backward pass, by term."""
+
+    matmul_s: float
+    attention_s: float
+    elementwise_s: float
+    launch_s: float
+    """Cost of launching operators, independent of their size."""
+
+    @property
+    def total_s(self) -> float:
+        """Sum of all terms."""
+        return sum(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeTime:
+    """Forward and backward times of every segment, in forward order."""
+
+    segments: tuple[ModelSegment, ...]
+    forward: tuple[SegmentTime, ...]
+    backward: tuple[SegmentTime, ...]
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of the forward pass."""
+        return sum(time.total_s for time in self.forward)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward pass."""
+        return sum(time.total_s for time in self.backward)
+
+    def terms(self) -> dict[str, float]:
+        """Returns the sum of each `SegmentTime` field over all segments and both directions."""
+        by_term = zip(*self.forward, *self.backward, strict=True)
+        return dict(zip(SegmentTime._fields, map(sum, by_term), strict=True))
+
+    def completed_after(self) -> list[int]:
+        """Returns, per parameter, the number of backward segments that complete its gradient."""
+        completed: list[int] = []
+        for number, segment in enumerate(reversed(self.segments), start=1):
+            completed += [number] * len(segment.parameter_sizes)
+        return completed[::-1]
+
+
+def compute_time(shape: ModelShape, batch: BatchShape, calibration: Calibration) -> ComputeTime:
+    """Returns the time of one forward and backward pass."""
+    segments = model_segments(shape)
+    times = [_segment_times(segment, shape, batch, calibration) for segment in segments]
+    forward, backward = zip(*times, strict=True)
+    return ComputeTime(segments=segments, forward=forward, backward=backward)
+
+
+def _segment_times(
+    segment: ModelSegment, shape: ModelShape, batch: BatchShape, calibration: Calibration
+) -> tuple[SegmentTime, SegmentTime]:
+    tokens = batch.tokens_per_pass
+    matmul_s = [0.0, 0.0]
+    for linear in segment.linears:
+        dimensions: tuple[int, ...] = (tokens, linear.inputs, linear.outputs)
+        times = nearest_times(calibration.linears, dimensions, linear_work)
+        matmul_s = [total + time for total, time in zip(matmul_s, times, strict=True)]
+    attention_s = (0.0, 0.0)
+    if segment.has_attention:
+        dimensions = (
+            batch.num_sequences,
+            batch.context_length,
+            shape.num_heads,
+            shape.key_value_heads,
+            shape.head_width,
+        )
+        attention_s = nearest_times(calibration.attentions, dimensions, attention_work)
+    elements = [tokens * number for number in segment.elements]
+    elements[1] += segment.backward_fixed_elements
+    one_launch_s = (calibration.forward_launch_s, calibration.backward_launch_s)
+    directions = []
+    for direction in (0, 1):
+        device_s = (
+            matmul_s[direction],
+            attention_s[direction],
+            elements[direction] * calibration.elementwise_s_per_element,
+        )
+        launch_s = segment.launches[direction] * one_launch_s[direction]
+        if calibration.topology["device"] != "cpu":
+            # A GPU runs asynchronously and hides launches while it has queued work.
+            launch_s = max(0.0, launch_s - sum(device_s))
+        directions.append(SegmentTime(*device_s, launch_s))
+    return directions[0], directions[1]
+
+
+_FLOAT32_BYTES = 4
+_PER_PARAMETER: tuple[StrategyName, ...] = ("naive", "overlapped")
+
+
+class GradientCollective(NamedTuple):
+    """One collective of a step."""
+
+    operation: Operation
+    num_bytes: int
+    parameters: Sequence[int]
+    """Indices of the parameters whose gradients it holds; empty for a message of flags only."""
+
+
+def gradient_collectives(
+    strategy: StrategyName,
+    parameter_sizes: Sequence[int],
+    world_size: int,
+    bucket_size_mb: float | None = None,
+) -> list[GradientCollective]:
+    """Returns the collectives of a float32 step in launch order.
+
+    `parameter_sizes` are element counts in the model's order. `bucket_size_mb` is the bucket size
+    limit in MiB; None selects the strategy's default.
+    """
+    if bucket_size_mb is not None and strategy not in BUCKET_STRATEGIES:
+        raise UsageError(f"strategy {strategy!r} has no buckets, so no bucket size applies to it")
+    cap_bytes = None if bucket_size_mb is None else bucket_size_mb * MIB
+    indices = range(len(parameter_sizes) - 1, -1, -1)
+    if strategy == "torch_ddp":
+        num_bytes = [_FLOAT32_BYTES * size for size in parameter_sizes]
+        return [
+            GradientCollective("all_reduce", sum(num_bytes[index] for index in group), group)
+            for group in divide_as_torch(indices, num_bytes[::-1], cap_bytes)
+        ]
+    filled = [aligned(size, _FLOAT32_BYTES) for size in parameter_sizes]
+    if strategy in _PER_PARAMETER:
+        cap_bytes = 0.0
+    elif strategy != "flat" and cap_bytes is None:
+        cap_bytes = DEFAULT_BUCKET_SIZE_MB * MIB
+    num_bytes = [_FLOAT32_BYTES * size for size in filled]
+    groups = divide_into_buckets(indices, num_bytes[::-1], cap_bytes)
+    messages = []
+    for group in groups:
+        if strategy == "sharded":
+            # Buckets are padded to equal shards.
+            unit = [parameter_sizes[index] for index in group]
+            padded = world_size * cut_unit(unit, world_size, _FLOAT32_BYTES).share
+            messages.append(GradientCollective("reduce_to_owners", _FLOAT32_BYTES * padded, group))
+        else:
+            # After the gradients, one flag per parameter says whether this rank has a gradient.
+            size = sum(num_bytes[index] for index in group) + _FLOAT32_BYTES * len(group)
+            messages.append(GradientCollective("all_reduce", size, group))
+    if strategy == "sharded":
+        # One flag per parameter: whether any rank has its gradient.
+        messages.append(GradientCollective("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ()))
+    return messages
+
+
+PREDICTED: tuple[StrategyName, ...] = (
+    *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
+    *("sharded_optimizer", "sharded"),
+)
+"""Strategies whose step time can be predicted."""
+
+# Elements read and written per gradient element: one copy into the bucket, one copy of the average
+# out of it. torch averages during the copy into the bucket.
+_PASSES = 4
+_TORCH_PASSES = 2
+_AFTER_BACKWARD: tuple[StrategyName, ...] = ("naive", "flat")
+_GATHER: Operation = "gather_from_owners"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTerms:
+    """Seconds of a step by term."""
+
+    matmul_s: float
+    attention_s: float
+    elementwise_s: float
+    launch_s: float
+    bucket_copy_s: float
+    optimizer_s: float
+    contention_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return float(sum(dataclasses.astuple(self)))
+
+
+def strategy_step_terms(
+    shape: ModelShape,
+    batch: BatchShape,
+    strategy: StrategyName,
+    calibration: Calibration,
+    bucket_size_mb: float | None = None,
+) -> StepTerms:
+    """Returns the predicted terms of a float32 step on the calibrated ranks."""
+    if strategy not in PREDICTED:
+        raise UsageError(
+            f"the time of {strategy!r} is not predicted yet; predicted: {', '.join(PREDICTED)}"
+        )
+    computing = compute_time(shape, batch, calibration)
+    sizes = [size for segment in computing.segments for size in segment.parameter_sizes]
+    world_size = calibration.world_size
+    shards_state = strategy in SHARDED_STATE and world_size > 1
+    bucket_copy_s = lost_s = exposed_s = 0.0
+    optimizer_s = sum(sizes) * calibration.optimizer_s_per_parameter
+    optimizer_s /= world_size if shards_state else 1
+    if strategy != "none" and world_size > 1:
+        passes = _TORCH_PASSES if strategy == "torch_ddp" else _PASSES
+        bucket_copy_s = passes * sum(sizes) * calibration.copy_s_per_element
+        collectives = gradient_collectives(strategy, sizes, world_size, bucket_size_mb)
+        simulated = [_gradients(strategy, collectives, computing, bucket_copy_s, calibration)]
+        if strategy == "sharded_optimizer":
+            exposed_s = calibration.collective(_GATHER).time_s(_FLOAT32_BYTES * sum(sizes))
+        elif shards_state:
+            simulated.append(_parameters(collectives, computing, optimizer_s, calibration))
+        lost_s = sum(lanes.lost_s for lanes in simulated)
+        exposed_s += sum(lanes.exposed_s for lanes in simulated)
+    return StepTerms(
+        **computing.terms(),
+        bucket_copy_s=bucket_copy_s,
+        optimizer_s=optimizer_s,
+        contention_s=lost_s,
+        exposed_s=exposed_s,
+    )
+
+
+def _gradients(
+    strategy: StrategyName,
+    collectives: Sequence[GradientCollective],
+    computing: ComputeTime,
+    bucket_copy_s: float,
+    calibration: Calibration,
+) -> OverlapResult:
+    """Simulates backward with collectives that start once their last gradient is ready."""
+    stretch = 1 + bucket_copy_s / computing.backward_s
+    work = [ComputeSegment(seconds=time.total_s * stretch) for time in reversed(computing.backward)]
+    completed = computing.completed_after()
+    transfers = []
+    for collective in collectives:
+        after = len(work)
+        if strategy not in _AFTER_BACKWARD and collective.parameters:
+            after = max(completed[index] for index in collective.parameters)
+        transfers.append(_transfer(collective.operation, collective.num_bytes, after, calibration))
+    return simulate_overlap(work, transfers)
+
+
+def _parameters(
+    collectives: Sequence[GradientCollective],
+    computing: ComputeTime,
+    optimizer_s: float,
+    calibration: Calibration,
+) -> OverlapResult:
+    """Simulates updating and all-gathering buckets one by one, overlapped with forward."""
+    buckets = [collective for collective in reversed(collectives) if collective.parameters]
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    work, transfers = [], []
+    arrival: dict[int, int] = {}
+    for number, bucket in enumerate(buckets, start=1):
+        work.append(ComputeSegment(seconds=optimizer_s * bucket.num_bytes / num_bytes))
+        transfers.append(_transfer(_GATHER, bucket.num_bytes, number, calibration))
+        arrival |= dict.fromkeys(bucket.parameters, number)
+    index = needs = 0
+    for segment, time in zip(computing.segments, computing.forward, strict=True):
+        for _ in segment.parameter_sizes:
+            needs = max(needs, arrival[index])
+            index += 1
+        work.append(ComputeSegment(seconds=time.total_s, needs=needs))
+    return simulate_overlap(work, transfers, wait_for_all=False)
+
+
+def _transfer(
+    operation: Operation, num_bytes: int, after: int, calibration: Calibration
+) -> Transfer:
+    return Transfer(
+        seconds=calibration.collective(operation).time_s(num_bytes),
+        num_bytes=num_bytes,
+        after=after,
+        contention=calibration.contention(operation),
+    )

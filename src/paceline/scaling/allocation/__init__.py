@@ -1,1 +1,0 @@
-"""Turns a fit and a compute budget into a model size and shape."""

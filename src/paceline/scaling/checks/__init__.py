@@ -1,1 +1,0 @@
-"""Checks that find problems with a sweep, a fit or a published claim."""

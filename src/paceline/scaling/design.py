@@ -1,0 +1,216 @@
+"""Chooses the run that most reduces the variance of the predicted optimum per FLOP.
+
+The belief about the surface is a normal distribution around the most probable one: a broad prior
+from published fits, updated with the runs so far. A planned run adds a known amount of information
+regardless of its loss, so the variance of log N at the target after the run is known in advance.
+Runs far from the optimum carry little information about it; tiny runs are cheap but far from the
+target. The criterion weighs both effects automatically.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from paceline.core.plan import Estimate
+from paceline.scaling.fits.least_squares import Linearization, Rows, minimize
+from paceline.scaling.surface import Array, LossSurface, compute_for
+
+# N and D at which the two reducible terms are parameterised; both terms are of order one there.
+REFERENCE = (1e8, 2e9)
+# E, log of both terms at the reference, and both exponents: means and deviations that cover every
+# published surface for text.
+_PRIOR_MEAN = np.array([2.0, -0.3, 0.34, -0.3, 0.34])
+_PRIOR_DEVIATION = np.array([1.0, 0.8, 0.08, 0.8, 0.08])
+# Published surfaces use vocabularies of 32k and more. For bytes, both terms are a twentieth as
+# large at the same N and D, so the prior lets the data shift both terms together by e^3. A tighter
+# prior would be compensated by exponents and an E that are too small, and predictions for larger
+# models would always be too optimistic.
+_TERMS_DEVIATION = 3.0
+_P, _Q = 1, 3
+"""Indices of the N and D terms among the coefficients."""
+# No negative loss, no term that grows with N or D.
+_BOUNDS = np.array([0.0, -np.inf, 1e-3, -np.inf, 1e-3]), np.full(5, np.inf)
+_MAX_STEPS = 50
+_CONVERGED_GAIN = 1e-9
+_LARGEST_STEP = 2.0
+_NOISE_ROUNDS = 3
+# The precision of printed losses; less noise than this would make the matrices singular.
+_LEAST_NOISE = 1e-5
+_NORMAL_90 = 1.645
+"""Half-width of a 90% interval of a normal distribution, in standard deviations."""
+_THRIFT = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Belief:
+    """Belief about a surface: mean and covariance of its coefficients."""
+
+    mean: Array
+    covariance: Array
+    noise: float
+    """Relative standard deviation of a run's loss."""
+
+    @property
+    def surface(self) -> LossSurface:
+        """The most probable surface."""
+        return _surface(self.mean)
+
+    def log_size_deviation(self, compute: float) -> float:
+        """Returns the standard deviation of log N at a budget."""
+        slope = _optimum_slope(self.mean, compute)
+        return float(np.sqrt(max(float(slope @ self.covariance @ slope), 0.0)))
+
+    def loss(self, parameters: float, tokens: float) -> Estimate:
+        """Returns the predicted loss of a run, with its 90% interval."""
+        value = float(self.surface.loss(parameters, tokens))
+        size = np.array([parameters]), np.array([tokens])
+        slope = self.surface.log_slopes(*size, REFERENCE)[0]
+        deviation = float(np.sqrt(self.noise**2 + max(float(slope @ self.covariance @ slope), 0.0)))
+        spread = float(np.exp(_NORMAL_90 * deviation))
+        return Estimate(value=value, low=value / spread, high=value * spread)
+
+
+def prior_belief(noise: float) -> Belief:
+    """Returns the belief before any run, based on published surfaces for text."""
+    return Belief(mean=_PRIOR_MEAN, covariance=np.diag(_PRIOR_DEVIATION**2), noise=noise)
+
+
+def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief:
+    """Returns the belief after combining the prior with runs.
+
+    The noise is estimated from the residuals if there are enough runs; otherwise it is `noise`.
+    """
+    mean = _PRIOR_MEAN
+    prior = _prior_observations()
+    for _ in range(_NOISE_ROUNDS):
+        mean, information, residual = _most_probable(parameters, tokens, loss, noise)
+        freedom = len(loss) - len(mean)
+        if freedom >= len(mean):
+            noise = max(float(np.sqrt((residual**2).sum() / freedom)), _LEAST_NOISE)
+    covariance = np.asarray(np.linalg.inv(prior.T @ prior + information), dtype=np.float64)
+    return Belief(mean=mean, covariance=covariance, noise=noise)
+
+
+def variance_reductions(belief: Belief, slopes: Array, compute: float) -> Array:
+    """Returns the reduction of the variance of log N at a budget by each candidate run.
+
+    `slopes` are the derivatives of each run's log loss with respect to the coefficients.
+    """
+    spread = slopes @ belief.covariance
+    total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
+    return np.asarray((spread @ _optimum_slope(belief.mean, compute)) ** 2 / total)
+
+
+def after_buying(belief: Belief, parameters: float, tokens: float) -> Belief:
+    """Returns the belief after a planned run: a smaller covariance with the same mean."""
+    run = np.array([parameters]), np.array([tokens])
+    return _after(belief, belief.surface.log_slopes(*run, REFERENCE)[0])
+
+
+def choose(
+    belief: Belief, parameters: Array, tokens: Array, cost: Array, compute: float, budget: float
+) -> list[int]:
+    """Returns the indices of the candidates to buy within a budget, in the order of selection.
+
+    Candidates are selected greedily: each one maximises the reduction of the variance of log N at
+    `compute`, given the previous ones, per cost raised to a power. Several powers are tried, from
+    0 (ignore the cost) to 1, and the plan that leaves the least variance is returned.
+    """
+    slopes = belief.surface.log_slopes(parameters, tokens, REFERENCE)
+    plans = [_greedy(belief, slopes, cost, compute, budget, thrift) for thrift in _THRIFT]
+    return min(plans, key=lambda plan: plan[1])[0]
+
+
+def _greedy(
+    belief: Belief, slopes: Array, cost: Array, compute: float, budget: float, thrift: float
+) -> tuple[list[int], float]:
+    """Returns the candidates of one plan, and the remaining deviation of log N."""
+    chosen: list[int] = []
+    price = cost**thrift
+    is_open = np.ones(len(cost), dtype=bool)
+    while True:
+        is_open &= cost <= budget
+        if not is_open.any():
+            return chosen, belief.log_size_deviation(compute)
+        gain = variance_reductions(belief, slopes, compute)
+        best = int(np.where(is_open, gain / price, -1.0).argmax())
+        chosen.append(best)
+        is_open[best] = False
+        budget -= float(cost[best])
+        belief = _after(belief, slopes[best])
+
+
+def _after(belief: Belief, slope: Array) -> Belief:
+    spread = belief.covariance @ slope
+    covariance = belief.covariance - np.outer(spread, spread) / (belief.noise**2 + slope @ spread)
+    return dataclasses.replace(belief, covariance=covariance)
+
+
+def _optimum_slope(mean: Array, compute: float) -> Array:
+    """Returns the derivatives of log N at a budget with respect to the coefficients."""
+    _, log_p, alpha, log_q, beta = mean
+    total = alpha + beta
+    budget = np.log(compute / compute_for(*REFERENCE))
+    log_size = (np.log(alpha / beta) + log_p - log_q + beta * budget) / total
+    return np.array(
+        [
+            0.0,
+            1 / total,
+            (1 / alpha - log_size) / total,
+            -1 / total,
+            (budget - 1 / beta - log_size) / total,
+        ]
+    )
+
+
+def _prior_observations() -> Array:
+    """Returns the prior as five pseudo-observations, one row of slopes each.
+
+    They constrain E, both exponents, the ratio of the two terms and, loosely, their level.
+    """
+    rows = np.diag(1 / _PRIOR_DEVIATION)
+    rows[_P, [_P, _Q]] = 1 / np.hypot(*_PRIOR_DEVIATION[[_P, _Q]]) * np.array([1.0, -1.0])
+    rows[_Q, [_P, _Q]] = 0.5 / _TERMS_DEVIATION
+    return rows
+
+
+def _most_probable(
+    parameters: Array, tokens: Array, loss: Array, noise: float
+) -> tuple[Array, Array, Array]:
+    """Returns the most probable coefficients, the runs' information on them, and the residuals."""
+    prior = _prior_observations()
+
+    def residual_and_slopes(mean: Array) -> tuple[Array, Array]:
+        surface = _surface(mean)
+        residual = np.log(loss / surface.loss(parameters, tokens))
+        return residual / noise, surface.log_slopes(parameters, tokens, REFERENCE) / noise
+
+    def linearize(means: Array, _rows: Rows) -> Linearization:
+        residual, slopes = residual_and_slopes(means[0])
+        residual = np.append(residual, prior @ (_PRIOR_MEAN - means[0]))[None]
+        slopes = np.append(slopes, prior, axis=0)
+        return Linearization(
+            residual=residual,
+            slopes=slopes.T[None],
+            weights=np.ones_like(residual),
+            objective=(residual**2).sum(axis=1),
+        )
+
+    found = minimize(
+        _PRIOR_MEAN[None],
+        linearize,
+        bounds=_BOUNDS,
+        max_steps=_MAX_STEPS,
+        gain_tolerance=_CONVERGED_GAIN,
+        largest_step=_LARGEST_STEP,
+    )
+    mean = found.coefficients[0]
+    residual, slopes = residual_and_slopes(mean)
+    return mean, slopes.T @ slopes, noise * residual
+
+
+def _surface(mean: Array) -> LossSurface:
+    floor, log_p, alpha, log_q, beta = (float(value) for value in mean)
+    scale_n = np.exp(log_p + alpha * np.log(REFERENCE[0]))
+    scale_d = np.exp(log_q + beta * np.log(REFERENCE[1]))
+    return LossSurface(floor, float(scale_n), alpha, float(scale_d), beta)

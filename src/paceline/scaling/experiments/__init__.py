@@ -1,1 +1,0 @@
-"""Selects which runs to train next."""

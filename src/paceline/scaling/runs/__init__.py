@@ -1,1 +1,0 @@
-"""Runs of a sweep and their readers."""

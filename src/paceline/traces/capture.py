@@ -1,0 +1,313 @@
+"""Records one trace of several ranks, on synchronised clocks.
+
+Phases: the recording ranks compare their clocks with rank 0's; each records with torch's profiler
+and writes a file; after a barrier, rank 0 merges the files into one trace that Perfetto and Chrome
+open, with a process for each rank and a lane for each thread and stream.
+
+Merges the traces of several ranks into one.
+
+Measures the clock offsets between ranks.
+
+Ranks under one kernel share a clock. Clocks of different hosts are compared by exchanging messages,
+as NTP does: the peer's clock is assumed to be read halfway between sending and receiving. The
+fastest of many exchanges is used; its error is at most half its duration.
+
+Peak memory from the profiler's allocation events.
+
+torch tracks no peak for CPU memory, but its profiler reports every allocation and release while it
+runs. Earlier allocations are not included: the caller adds the memory in use at the start, and must
+not release any of it while recording.
+
+A release is reported after the fact. Another thread may have allocated the same address in between
+and reported it first, so an allocation at a live address ends the previous one there.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.traces.reader import AnyEvent, TraceError, TraceReader
+
+_FOOTER_BYTES = 2**16
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})')
+_NAMES_OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracePart:
+    """The trace recorded by one rank."""
+
+    path: pathlib.Path
+    rank: int
+    offset_ns: int
+    """Nanoseconds to add to the rank's clock."""
+
+
+def merge_traces(parts: Sequence[TracePart], output: pathlib.Path) -> None:
+    """Writes one trace in which each rank is a process, with constant memory."""
+    origins = [_base_ns(part.path) + part.offset_ns for part in parts]
+    first = min(origins)
+    unfinished = output.with_name(output.name + ".unfinished")
+    encoder = msgspec.json.Encoder()
+    try:
+        with unfinished.open("wb") as file:
+            file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
+            separator = b"\n"
+            for part, origin in zip(parts, origins, strict=True):
+                for event in _events_of_rank(part, (origin - first) / 1e3):
+                    file.write(separator)
+                    file.write(encoder.encode(event))
+                    separator = b",\n"
+            file.write(b'\n], "baseTimeNanoseconds": %d}\n' % first)
+        unfinished.replace(output)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise TraceError(f"the trace could not be written to {output}: {error}") from error
+
+
+def _events_of_rank(part: TracePart, shift_us: float) -> Iterator[AnyEvent]:
+    communicating: set[int | str] = set()
+    yield _name("process_name", part.rank, 0, f"rank {part.rank}")
+    yield {**_name("process_sort_index", part.rank, 0, ""), "args": {"sort_index": part.rank}}
+    for events in TraceReader(part.path, AnyEvent):
+        for event in events:
+            if event.get("name") in _NAMES_OF_PROCESS and event.get("ph") == "M":
+                continue
+            event["pid"] = part.rank
+            if "ts" in event:
+                event["ts"] = round(event["ts"] + shift_us, 3)
+            if "id" in event:
+                # Ids must be unique across ranks, or arrows from host to device would cross ranks.
+                event["id"] = f"{part.rank}.{event['id']}"
+            if str(event.get("name")).startswith("gloo:"):
+                communicating.add(event["tid"])
+            yield event
+    for thread in communicating:
+        yield _name("thread_name", part.rank, thread, "communication")
+
+
+def _name(what: str, process: int, thread: int | str, name: str) -> AnyEvent:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": {"name": name}}
+
+
+def _base_ns(path: pathlib.Path) -> int:
+    """Returns the base time of a trace's timestamps."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _FOOTER_BYTES))
+        match = _BASE.search(file.read())
+    return int(match[1]) if match else 0
+
+
+_EXCHANGES = 16
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+def clock_offset_ns(num_ranks: int, device: torch.device) -> int:
+    """Returns the nanoseconds to add to this rank's clock to get rank 0's; collective call.
+
+    Ranks from `num_ranks` on do not record and get zero.
+    """
+    rank = dist.get_rank()
+    kernels: list[str] = [_kernel()]
+    dist.broadcast_object_list(kernels, src=0, device=device)
+    needs_exchange = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    needs_exchange[rank] = 0 < rank < num_ranks and kernels[0] != _kernel()
+    dist.all_reduce(needs_exchange)
+    offset = 0
+    for peer in needs_exchange.nonzero().flatten().tolist():
+        if rank == 0:
+            _answer(peer, device)
+        elif rank == peer:
+            offset = _ask(device)
+    return offset
+
+
+def _answer(peer: int, device: torch.device) -> None:
+    for _ in range(_EXCHANGES):
+        clock = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(clock, src=peer)
+        clock.fill_(time.time_ns())
+        dist.send(clock, dst=peer)
+
+
+def _ask(device: torch.device) -> int:
+    exchanges = []
+    for _ in range(_EXCHANGES):
+        clock = torch.zeros(1, dtype=torch.int64, device=device)
+        sent = time.time_ns()
+        dist.send(clock, dst=0)
+        dist.recv(clock, src=0)
+        theirs = int(clock.item())
+        received = time.time_ns()
+        exchanges.append((received - sent, theirs - (sent + received) // 2))
+    return min(exchanges)[1]
+
+
+def _kernel() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return f"unknown, rank {dist.get_rank()}"
+
+
+MAX_RANKS = 16
+"""Maximum number of ranks recorded: more lanes are unreadable, and the first ranks are typical."""
+
+_SNAPSHOT_ENTRIES = 1_000_000
+
+
+@contextlib.contextmanager
+def record_memory(
+    path: pathlib.Path, device: torch.device, snapshot: pathlib.Path
+) -> Iterator[None]:
+    """Records every allocation with its Python stack.
+
+    On a GPU, the allocator's history is also written to `snapshot`, for torch's memory viewer.
+    """
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+    try:
+        with profiling(path, device, memory=True, stacks=True):
+            yield
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+    finally:
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextlib.contextmanager
+def profiling(
+    path: pathlib.Path,
+    device: torch.device,
+    *,
+    shapes: bool = False,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Iterator[None]:
+    """Records host and device with torch's profiler, and writes a Chrome trace on exit.
+
+    `stacks` records Python functions, which makes a step several times slower.
+    """
+    # The profiler logs its start and stop to stderr by default.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(
+        activities=activities,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
+        acc_events=True,
+    ) as profiler:
+        yield
+    try:
+        profiler.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        raise TraceError(f"the trace could not be written to {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def record_ranks(path: pathlib.Path, device: torch.device) -> Iterator[None]:
+    """Records all ranks of the default group into one trace; collective call.
+
+    The directory of the merged trace must be visible to all ranks.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    recording = min(world_size, MAX_RANKS)
+    offset_ns = clock_offset_ns(recording, device)
+    part = _part_path(path, rank)
+    with profiling(part, device, shapes=True) if rank < recording else contextlib.nullcontext():
+        yield
+    offsets: list[int] = [0] * world_size
+    dist.all_gather_object(offsets, offset_ns)
+    if rank == 0:
+        parts = [
+            TracePart(path=_part_path(path, index), rank=index, offset_ns=offsets[index])
+            for index in range(recording)
+        ]
+        if missing := [str(part.path) for part in parts if not part.path.exists()]:
+            raise TraceError(
+                f"the first rank cannot see {', '.join(missing)}; write to a directory that all "
+                "hosts share"
+            )
+        merge_traces(parts, path)
+        for part_of_rank in parts:
+            part_of_rank.path.unlink()
+    dist.barrier()
+
+
+def _part_path(path: pathlib.Path, rank: int) -> pathlib.Path:
+    return path.with_name(f".{path.name}.rank{rank}")
+
+
+_MARK = "paceline.phase:"
+
+
+def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]:
+    """Runs the phases in order and returns the peak of CPU bytes during each.
+
+    Bytes are relative to the start of the first phase and include memory that earlier phases
+    left allocated.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
+        path = pathlib.Path(directory) / "trace.json"
+        with profiling(path, torch.device("cpu"), memory=True):
+            for name, run in phases.items():
+                with record_function(_MARK + name):
+                    run()
+        events = [event for piece in TraceReader(path, AnyEvent) for event in piece]
+    ends = sorted(
+        (event["ts"] + event["dur"], event["name"].removeprefix(_MARK))
+        for event in events
+        if event["name"].startswith(_MARK) and event["ph"] == "X"
+    )
+    reported = sorted(
+        (event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]
+    )
+    sizes = allocation_changes((each["args"]["Addr"], each["args"]["Bytes"]) for each in reported)
+    changes = [(each["ts"], size) for each, size in zip(reported, sizes, strict=True)]
+    peaks: dict[str, int] = {}
+    allocated = position = 0
+    for end, name in ends:
+        peak = allocated
+        while position < len(changes) and changes[position][0] <= end:
+            allocated += changes[position][1]
+            peak = max(peak, allocated)
+            position += 1
+        peaks[name] = peak
+    return peaks
+
+
+def allocation_changes(reported: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Yields the change in allocated bytes for each report.
+
+    Args:
+        reported: Addresses and bytes in chronological order; negative bytes for a release.
+    """
+    live: dict[int, int] = {}
+    ended: collections.Counter[int] = collections.Counter()
+    for address, size in reported:
+        if size >= 0:
+            before = live.get(address, 0)
+            ended[address] += 1 if address in live else 0
+            live[address] = size
+            yield size - before
+        elif ended[address]:
+            ended[address] -= 1
+            yield 0
+        else:
+            live.pop(address, None)
+            yield size

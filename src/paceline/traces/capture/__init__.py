@@ -1,1 +1,0 @@
-"""Records the ranks of a run on synchronised clocks."""

@@ -1,1 +1,0 @@
-"""Reads traces of any size into columns."""

@@ -1,1 +1,0 @@
-"""Allocations over time, by category and line of code."""

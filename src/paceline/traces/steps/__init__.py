@@ -1,1 +1,0 @@
-"""Breaks down the time of each step."""

@@ -1,1 +1,0 @@
-"""File format of checkpoints; reading it does not need torch."""

@@ -1,1 +1,0 @@
-"""Storage backend for torch.distributed.checkpoint, whose planners divide writes and reads."""

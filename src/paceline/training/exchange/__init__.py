@@ -1,1 +1,0 @@
-"""Export, import and loading of models, in a single process."""

@@ -1,0 +1,1 @@
+"""Health checks of a run: hangs, corrupted state, stragglers and loss spikes."""

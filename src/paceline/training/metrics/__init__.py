@@ -1,1 +1,0 @@
-"""Metrics of a run, and the observers that receive them."""

@@ -1,0 +1,223 @@
+"""Observers of a run: metrics file, log or panel, and trackers.
+
+An observer that fails must not end a run that takes days: the failure is reported once, and the
+observer receives no more rows.
+
+Reports the cost of restarts, after the first step that follows them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from paceline.core.units import format_decimal, format_duration, format_seconds
+from paceline.parallel.ranks.supervisor import Restart
+from paceline.training.metrics import (
+    INCIDENTS,
+    RESTARTED,
+    STARTED,
+    EvaluationRow,
+    EventRow,
+    Expectation,
+    MetricsFile,
+    MetricsRow,
+    StepRow,
+)
+
+
+class Observer(Protocol):
+    """Receives the rows of a run."""
+
+    def note(self, row: MetricsRow) -> None:
+        """Receives a row."""
+
+    def close(self) -> None:
+        """Finishes: there will be no more rows, regardless of how the run ended."""
+
+
+class FileObserver:
+    """Appends every row to the run's metrics file.
+
+    Args:
+        metrics: The metrics file.
+    """
+
+    def __init__(self, metrics: MetricsFile) -> None:
+        self._metrics = metrics
+
+    def note(self, row: MetricsRow) -> None:
+        """Writes a row; a start event first drops the rows after the state that it resumes from."""
+        if isinstance(row, EventRow) and row.name == STARTED:
+            self._go_back(row.step)
+        self._metrics.append(row)
+
+    def _go_back(self, step: int) -> None:
+        """Drops later rows except incidents, whose messages contain their own step."""
+        later = [
+            msgspec.structs.replace(row, step=step)
+            for row in (self._metrics.read() if self._metrics.path.exists() else ())
+            if isinstance(row, EventRow) and row.name in INCIDENTS and row.step > step
+        ]
+        self._metrics.keep_up_to(step)
+        for incident in later:
+            self._metrics.append(incident)
+
+    def close(self) -> None:
+        """Does nothing: every row is already written."""
+
+
+class LogObserver:
+    """Prints a line every few steps, and every evaluation and event.
+
+    Args:
+        every_steps: Steps between lines.
+        expected: Predictions and limits of the run.
+        write: Writes a line; to stderr by default.
+    """
+
+    def __init__(
+        self,
+        every_steps: int,
+        expected: Expectation,
+        write: Callable[[str], object] = sys.stderr.write,
+    ) -> None:
+        self._every_steps = every_steps
+        self._expected = expected
+        self._write = write
+        self._recent: list[StepRow] = []
+
+    def note(self, row: MetricsRow) -> None:
+        """Prints a row if it is due."""
+        if isinstance(row, EventRow):
+            self._write(f"paceline: {row.name} {row.message}\n")
+        elif isinstance(row, EvaluationRow):
+            self._write(
+                f"step {row.step:,}  held-out loss {row.loss:.4f}, {row.bits_per_byte:.4f} bits "
+                "per byte\n"
+            )
+            if row.sample is not None:
+                self._write(f"step {row.step:,}  sample: {row.sample!r}\n")
+        else:
+            self._recent.append(row)
+            if row.step % self._every_steps == 0 or row.step == self._expected.num_steps:
+                self._write(self._line())
+                self._recent.clear()
+
+    def _line(self) -> str:
+        """Returns a line with means since the last line: a single loss is mostly noise."""
+        last, number = self._recent[-1], len(self._recent)
+        loss = sum(row.loss for row in self._recent) / number
+        step_time_s = sum(row.step_time_s for row in self._recent) / number
+        num_steps, predicted_s = self._expected.num_steps, self._expected.step_time_s
+        left_s = (num_steps - last.step) * step_time_s
+        predicted = "" if predicted_s is None else f" (predicted {format_seconds(predicted_s)})"
+        return (
+            f"step {last.step:,} of {num_steps:,}  loss {loss:.4f}  norm "
+            f"{last.gradient_norm:.3g}  lr {last.learning_rate:.3g}  "
+            f"{format_decimal(self._expected.tokens_per_s(step_time_s), 'tokens/s')}  step "
+            f"{format_seconds(step_time_s)}{predicted}  left {format_duration(left_s)}\n"
+        )
+
+    def close(self) -> None:
+        """Does nothing: every line is already printed."""
+
+
+class Observers:
+    """Several observers, none of which can end the run.
+
+    Args:
+        observers: Observers to notify, in order.
+        warn: Writes a warning about a failed observer; to stderr by default.
+    """
+
+    def __init__(
+        self, observers: Sequence[Observer], warn: Callable[[str], object] | None = None
+    ) -> None:
+        self._observers = list(observers)
+        self._warn = warn or _say
+
+    def note(self, row: MetricsRow) -> None:
+        """Passes a row to all observers that have not failed."""
+        self._tell(f"at step {row.step}", lambda observer: observer.note(row))
+
+    def close(self) -> None:
+        """Closes all observers that have not failed."""
+        self._tell("at the end", lambda observer: observer.close())
+        self._observers.clear()
+
+    def _tell(self, when: str, tell: Callable[[Observer], None]) -> None:
+        for observer in tuple(self._observers):
+            try:
+                tell(observer)
+            except Exception as error:
+                self._observers.remove(observer)
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._warn(
+                    f"paceline: {type(observer).__name__} failed {when} and gets no more metrics; "
+                    f"training continues: {reason}\n"
+                )
+
+
+def _say(line: str) -> None:
+    """Writes to the current sys.stderr, which a panel may have replaced."""
+    sys.stderr.write(line)
+
+
+class RestartTeller:
+    """Forwards rows, and adds an event per restart before the first step that follows.
+
+    Args:
+        observer: Receives the rows.
+        restarts: Restarts not reported yet; the last one led to this attempt.
+        joined_s: When this rank joined its process group.
+    """
+
+    def __init__(self, observer: Observer, restarts: Sequence[Restart], joined_s: float) -> None:
+        self._observer = observer
+        self._restarts = list(restarts)
+        self._joined_s = self._loaded_s = joined_s
+        self._step = 0
+
+    def note(self, row: MetricsRow) -> None:
+        """Forwards a row."""
+        if isinstance(row, EventRow) and row.name == STARTED:
+            self._loaded_s = time.monotonic()
+            self._step = row.step
+        elif isinstance(row, StepRow) and self._restarts:
+            for restart in self._restarts:
+                self._observer.note(self._event(restart, is_last=restart is self._restarts[-1]))
+            self._restarts.clear()
+        self._observer.note(row)
+
+    def close(self) -> None:
+        """Does nothing: a restart that no step followed is reported by a later attempt."""
+
+    def _event(self, restart: Restart, *, is_last: bool) -> EventRow:
+        failure = restart.failure
+        details: dict[str, float | int | str] = {
+            "restart": restart.number,
+            "rank": failure.rank,
+            "exit_code": failure.exit_code,
+            "phase": failure.phase,
+            "failed_after_step": failure.step,
+            "silent_s": restart.silent_s,
+            "noticed_s": restart.noticed_s,
+            "wait_s": restart.started_s - restart.noticed_s,
+        }
+        now = time.monotonic()
+        if is_last:
+            details |= {
+                "rendezvous_s": self._joined_s - restart.started_s,
+                "load_s": self._loaded_s - self._joined_s,
+                "first_step_s": now - self._loaded_s,
+            }
+        return EventRow(
+            step=self._step,
+            name=RESTARTED,
+            message=f"from step {self._step:,}: {failure}",
+            time_s=now - restart.noticed_s if is_last else None,
+            details=details,
+        )

@@ -1,0 +1,440 @@
+"""Builds a model that is ready to train, applying every technique in the required order.
+
+A model on a mesh: gradient clipping, evaluation, and logits for generation.
+
+Initializes a model that is split over ranks with the same weights as an unsplit model.
+
+A large model does not fit on one rank. It is laid out on the meta device, where tensors have no
+values. Every rank then draws one matrix after the other, as a single process would, and keeps its
+part, so that it never holds more than one whole matrix. Every rank draws all matrices, because the
+values of each depend on how many were drawn before.
+
+Cuts a model into pipeline stages, each distributed over the ranks of its stage.
+
+Autocast context of a forward pass.
+
+Lays a model over a mesh: cuts it into stages, each distributed over its stage's ranks.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from paceline.accounting.flops import divide_into_stages
+from paceline.core.errors import UsageError
+from paceline.core.plan import ParallelLayout
+from paceline.core.runnable import needs_mesh
+from paceline.core.strategies import StrategyName
+from paceline.models import TransformerLM
+from paceline.models.hugging_face.adapter import HuggingFaceLM
+from paceline.models.layers import RMSNorm
+from paceline.models.transformer import TransformerStage, draw_weight
+from paceline.parallel import Session
+from paceline.parallel.buckets import local_tensor, whole_tensor
+from paceline.parallel.mesh.apply import apply_layout, clip_grad_norm
+from paceline.parallel.mesh.context import ContextShare
+from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.pipeline import Context, Loss, Pipeline, ScheduleName
+from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
+from paceline.parallel.strategies import apply_strategy
+from paceline.training.config import RunConfig
+from paceline.training.data_shard import BatchShare
+from paceline.training.layout import layout_of
+from paceline.training.optimizers import make_optimizers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """Distribution of a model over ranks that differ in more than their data."""
+
+    groups: MeshGroups
+    pipeline: Pipeline | None
+    """Runs this rank's stages together with those of other ranks; None if there is one stage."""
+    vocab_size: int
+    loss_scale: float
+    """Factor of each token's loss in training, and with a pipeline also in evaluation."""
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether the logits are split over tensor-parallel ranks."""
+        return self.groups.tensor is not None
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clips gradients to a maximum norm; returns their norm before clipping.
+
+        Args:
+            model: All parameters of this rank.
+            max_norm: Maximum norm.
+        """
+        uncounted = []
+        if self.pipeline is not None and self.pipeline.tied is not None:
+            # Count a tied weight once: on the first stage, not its copy on the last one.
+            uncounted = [] if self.pipeline.is_first else [self.pipeline.tied]
+        return clip_grad_norm(model, self.groups, max_norm, uncounted)
+
+    @torch.no_grad()
+    def summed_loss(
+        self,
+        model: nn.Module,
+        tokens: Tensor,
+        targets: Tensor,
+        autocast: Context,
+        *,
+        num_micro_batches: int = 1,
+    ) -> Tensor:
+        """Returns the loss summed over tokens, on all ranks with these tokens; all must call it.
+
+        Args:
+            model: This rank's part of the model.
+            tokens: This rank's tokens.
+            targets: Next token of each position.
+            autocast: Creates the autocast context of a forward pass.
+            num_micro_batches: Equal parts to run back to back through a pipeline.
+        """
+        with vocabulary_parallel(self.splits_vocabulary):
+            if self.pipeline is not None:
+                scaled = self.pipeline.evaluate(tokens, targets, num_micro_batches)
+                loss = scaled / self.loss_scale
+            else:
+                with autocast():
+                    logits = model(tokens)
+                loss = summed_loss(logits, targets)
+        self._reshard(model)
+        return loss
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module, tokens: Tensor, autocast: Context) -> Tensor:
+        """Returns the logits of whole sequences, on all ranks; all ranks must call it.
+
+        Args:
+            model: This rank's part of the model.
+            tokens: Whole sequences, whose length must be a multiple of `divisor`.
+            autocast: Creates the autocast context of a forward pass.
+        """
+        share = None if self.groups.context is None else ContextShare(self.groups.context)
+        own = tokens if share is None else share.take(tokens)
+        if self.pipeline is not None:
+            with vocabulary_parallel(self.splits_vocabulary):  # The schedule also computes a loss.
+                logits = self.pipeline.logits(own, self.vocab_size)
+        else:
+            with autocast():
+                logits = model(own)
+        logits = whole_tensor(logits)
+        self._reshard(model)
+        return logits if share is None else share.put_together(logits, dim=1)
+
+    @property
+    def divisor(self) -> int:
+        """Number that must divide the length of every sequence."""
+        layout = self.groups.layout
+        parts = 2 * layout.context if layout.context > 1 else 1
+        return parts * (layout.tensor if layout.sequence_parallel else 1)
+
+    def _reshard(self, model: nn.Module) -> None:
+        """Frees the parameters that FSDP2 keeps gathered for a backward pass that never runs."""
+        if self.pipeline is not None:
+            return  # The evaluation schedule already reshards.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def leave_meta_device(part: nn.Module, device: torch.device) -> None:
+    """Allocates uninitialized memory for this rank's part of a model.
+
+    Args:
+        part: The model, or a stage of it, after layout; unchanged if it already has memory.
+        device: Device to compute on.
+    """
+    if any(parameter.is_meta for parameter in part.parameters()):
+        part.to_empty(device=device)
+
+
+@torch.no_grad()
+def draw_parts(model: TransformerLM) -> None:
+    """Draws this rank's weights of a model; the rest of the model is on the meta device.
+
+    Args:
+        model: Laid over a mesh, with this rank's parts allocated but uninitialized.
+    """
+    model.positions.reset_buffers()
+    if model.shape.tied_embeddings:
+        # Leaving the meta device unties the weights, and a stage may have only one of them.
+        has_embedding = not model.embedding.weight.is_meta
+        tied = model.embedding.weight if has_embedding else model.head.weight
+        model.embedding.weight = model.head.weight = tied
+    _draw_as_constructors_do(model)
+    for weight, std in model.initial_weights():
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+        draw_weight(whole, std)
+        if not weight.is_meta:
+            local_tensor(weight).copy_(_part_of(whole, weight))
+    for module in model.modules():
+        if isinstance(module, RMSNorm) and not module.weight.is_meta:
+            local_tensor(module.weight).fill_(1.0)
+
+
+def _draw_as_constructors_do(model: TransformerLM) -> None:
+    """Draws the random numbers that torch's layers draw when constructed on a real device."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.Linear(module.in_features, module.out_features, bias=False, device="cpu")
+        elif isinstance(module, nn.Embedding):
+            nn.Embedding(module.num_embeddings, module.embedding_dim, device="cpu")
+
+
+def _part_of(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Returns the part of a whole tensor that this rank has of a sharded tensor like it."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def make_pipeline(
+    model: TransformerLM,
+    groups: MeshGroups,
+    *,
+    context_length: int,
+    num_micro_batches: int,
+    loss: Loss,
+    schedule: ScheduleName = "1f1b",
+    forward_context: Context = contextlib.nullcontext,
+    compile_blocks: bool = False,
+) -> Pipeline:
+    """Returns this rank's stages of a model, with the schedule that runs them.
+
+    Args:
+        model: The whole model, with the same weights on all ranks or on the meta device.
+        groups: Groups of a layout that can run and has a pipeline.
+        context_length: Tokens per sequence, which determine the cost of attention.
+        num_micro_batches: Equal parts of a rank's batch.
+        loss: Loss of a micro-batch; the loss of a step is their sum.
+        schedule: 1f1b, interleaved if the layout says so, or zero_bubble.
+        forward_context: Context of forward passes, such as autocast.
+        compile_blocks: Whether each block is compiled.
+    """
+    layout, mesh = groups.layout, groups.pipeline
+    assert mesh is not None
+    stages = own_stages(model, groups, context_length)
+    for stage in stages.values():
+        apply_layout(stage, groups, compile_blocks=compile_blocks)
+        leave_meta_device(stage, groups.device)
+    return Pipeline(
+        stages,
+        num_stages=layout.pipeline * layout.pipeline_interleave,
+        num_micro_batches=num_micro_batches,
+        loss=loss,
+        group=mesh.get_group(),
+        device=groups.device,
+        schedule=schedule,
+        forward_context=forward_context,
+        tied=_end_weight(stages.values()) if model.shape.tied_embeddings else None,
+    )
+
+
+def own_stages(
+    model: TransformerLM, groups: MeshGroups, context_length: int
+) -> dict[int, TransformerStage]:
+    """Returns this rank's stages by number; they reuse the modules of the model."""
+    layout = groups.layout
+    blocks = divide_into_stages(
+        model.shape, context_length, layout.pipeline, layout.pipeline_interleave
+    )
+    numbers = range(groups.at.pipeline, len(blocks), layout.pipeline)
+    return {number: TransformerStage(model, blocks[number]) for number in numbers}
+
+
+def _end_weight(stages: Iterable[TransformerStage]) -> nn.Parameter | None:
+    """Returns the weight of the embedding or of the head; None if no stage has either."""
+    for stage in stages:
+        for layer in (stage.embedding, stage.head):
+            if layer is not None:
+                assert isinstance(layer.weight, nn.Parameter)
+                return layer.weight
+    return None
+
+
+def autocast(
+    precision: Literal["float32", "bfloat16"], device: torch.device
+) -> contextlib.AbstractContextManager[object]:
+    """Returns the context manager for a forward pass.
+
+    Args:
+        precision: dtype to compute in, as named in the config.
+        device: Device to compute on.
+    """
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def lay_out(
+    config: RunConfig, session: Session, model: TransformerLM, layout: ParallelLayout
+) -> tuple[TransformerLM | TransformerStage, LaidOut]:
+    """Returns this rank's part of a model, and the mesh that the model is laid over.
+
+    Args:
+        config: The run.
+        session: Distributed session of this rank.
+        model: On the meta device, because the whole model may not fit on a rank.
+        layout: A layout that can run.
+    """
+    groups = MeshGroups(layout, session.rank, session.world_size, session.device)
+    # With this scale, averaging gradients over ranks yields the mean over all tokens.
+    scale = groups.gradient_ranks / config.tokens_per_step
+    pipeline = place_model(
+        model,
+        groups,
+        context_length=config.data.context_length,
+        num_micro_batches=config.training.num_passes(groups.data_ranks),
+        loss=lambda logits, targets: summed_loss(logits, targets) * scale,
+        seed=config.training.seed,
+        forward_context=lambda: autocast(config.training.precision, session.device),
+        compile_blocks=config.model.compile_blocks,
+    )
+    laid_out = LaidOut(
+        groups=groups, pipeline=pipeline, vocab_size=model.shape.vocab_size, loss_scale=scale
+    )
+    if pipeline is None:
+        return model, laid_out
+    own = [stage.get_submodule("blocks") for stage in pipeline.stages.values()]
+    numbers = [int(name) for blocks in own for name, _ in blocks.named_children()]
+    return TransformerStage(model, numbers, has_embedding=pipeline.tied is not None), laid_out
+
+
+def place_model(
+    model: TransformerLM,
+    groups: MeshGroups,
+    *,
+    context_length: int,
+    num_micro_batches: int,
+    loss: Loss,
+    seed: int,
+    schedule: ScheduleName = "1f1b",
+    forward_context: Context = contextlib.nullcontext,
+    compile_blocks: bool = False,
+) -> Pipeline | None:
+    """Lays a model over its ranks and draws its weights; returns the pipeline, if there is one.
+
+    Args:
+        model: On the meta device. Without a pipeline, it is reduced in place to this rank's part.
+        groups: Groups of a layout that can run.
+        context_length: Tokens per sequence.
+        num_micro_batches: Equal parts of a rank's batch.
+        loss: Loss of a micro-batch, for a pipeline.
+        seed: Seed of the weights, which are the same under every layout and in a single process.
+        schedule: Schedule of a pipeline.
+        forward_context: Context of a pipeline's forward passes.
+        compile_blocks: Whether each block is compiled.
+    """
+    pipeline = None
+    if groups.pipeline is None:
+        apply_layout(model, groups, compile_blocks=compile_blocks)
+        leave_meta_device(model, groups.device)
+    else:
+        pipeline = make_pipeline(
+            model,
+            groups,
+            context_length=context_length,
+            num_micro_batches=num_micro_batches,
+            loss=loss,
+            schedule=schedule,
+            forward_context=forward_context,
+            compile_blocks=compile_blocks,
+        )
+    torch.manual_seed(seed)
+    draw_parts(model)
+    return pipeline
+
+
+_ON_MESH: StrategyName = "torch_fsdp2"
+"""Strategy reported for a model on a mesh: like FSDP2, no rank holds a whole copy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A model, its wrapper, and its optimizers."""
+
+    module: TransformerLM | HuggingFaceLM | TransformerStage
+    """The unwrapped model; with a pipeline, only this rank's blocks."""
+    model: nn.Module
+    """The model as wrapped by its strategy; call this one, except with a pipeline."""
+    optimizers: dict[str, Optimizer]
+    """Optimizers by their names in checkpoints."""
+    strategy: StrategyName
+    share: BatchShare
+    """This rank's share of each batch."""
+    laid_out: LaidOut | None = None
+    """The mesh that the model is on; None if ranks are only data-parallel."""
+
+    @property
+    def stages(self) -> dist.ProcessGroup | None:
+        """Process group of the pipeline's ranks; None if every rank has all blocks."""
+        mesh = None if self.laid_out is None else self.laid_out.groups.pipeline
+        return None if mesh is None else mesh.get_group()
+
+
+def build(config: RunConfig, session: Session) -> Trainee:
+    """Builds the model of a run on this rank."""
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    layout = layout_of(config, session.world_size)
+    if needs_mesh(layout):
+        with torch.device("meta"):
+            whole = _make_transformer(config)
+        own, laid_out = lay_out(config, session, whole, layout)
+        return Trainee(
+            module=own,
+            model=own,
+            optimizers=make_optimizers(config.optimizer, _ON_MESH, own),
+            strategy=_ON_MESH,
+            share=BatchShare.of_mesh(laid_out.groups),
+            laid_out=laid_out,
+        )
+    # 1. The same weights on every rank and at any world size.
+    torch.manual_seed(config.training.seed)
+    module = _make_module(config).to(session.device)
+    # 2. Compile blocks before hooks are registered between them.
+    if config.model.compile_blocks and isinstance(module, TransformerLM):
+        module.compile_blocks()
+    # 3. The strategy wraps or shards the parameters; 4. optimizers get the result.
+    strategy = config.parallel.strategy_on(session.world_size)
+    model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
+    optimizers = make_optimizers(config.optimizer, strategy, model)
+    return Trainee(
+        module=module,
+        model=model,
+        optimizers=optimizers,
+        strategy=strategy,
+        share=BatchShare.of_data_parallel(session.rank, session.world_size),
+    )
+
+
+def _make_transformer(config: RunConfig) -> TransformerLM:
+    recompute = config.model.activation_checkpointing
+    return TransformerLM(config.model.shape, activation_checkpointing=recompute)
+
+
+def _make_module(config: RunConfig) -> TransformerLM | HuggingFaceLM:
+    if config.model.hugging_face is None:
+        return _make_transformer(config)
+    module = HuggingFaceLM.of_directory(pathlib.Path(config.model.hugging_face))
+    longest = module.max_context_length
+    if longest is not None and config.data.context_length > longest:
+        raise UsageError(
+            f"data.context_length {config.data.context_length:,} is more than the {longest:,} "
+            f"positions of model.hugging_face {config.model.hugging_face}; lower it"
+        )
+    return module

@@ -1,1 +1,0 @@
-"""One training step: its micro-batches, its update, its learning rate."""

@@ -1,1 +1,0 @@
-"""Checks during training: equal states, hangs, stragglers, losses."""
