@@ -1,16 +1,19 @@
-"""Generates two pages of the manual: the API reference and the courses' problems.
+"""Generates parts of the manual: the API reference, the courses' problems, a table of keys.
 
     python scripts/reference.py
 
 docs/generated/reference.md lists every name that a package exports, so that none is forgotten;
 mkdocs renders the docstrings. docs/generated/course.md is course/README.md with links adapted to
-the manual. A test compares both pages with the committed files.
+the manual. docs/generated/decided-keys.md lists the keys of a config that a sweep decides. A test
+compares all of them with the committed files.
 """
 
 import ast
 import pathlib
 import re
 import sys
+
+from paceline.workflows.sweep.run_config import DECIDED
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "paceline"
@@ -46,9 +49,19 @@ def reference_page() -> str:
     return "\n".join(parts)
 
 
+def decided_keys() -> str:
+    """Returns the table of the keys that a sweep or a loop decides, with the reasons."""
+    rows = [f"| `{key}` | {reason} |" for key, reason in DECIDED.items()]
+    return "\n".join(["| key | why it is not yours |", "| --- | --- |", *rows, ""])
+
+
 def tables() -> dict[str, str]:
     """Returns the generated pages by file name."""
-    return {"reference.md": reference_page(), "course.md": course_page()}
+    return {
+        "reference.md": reference_page(),
+        "course.md": course_page(),
+        "decided-keys.md": decided_keys(),
+    }
 
 
 def main() -> int:

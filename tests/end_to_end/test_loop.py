@@ -58,6 +58,15 @@ def test_a_loop_is_planned_before_it_is_run(place: pathlib.Path) -> None:
     assert not (place / "loop").exists()
 
 
+def test_the_models_have_the_keys_of_the_config(place: pathlib.Path) -> None:
+    keys = ("model.rope_theta=5e5", "model.norm_epsilon=1e-6", "model.tied_embeddings=true")
+    changes = [word for key in keys for word in ("--set", key)]
+    planned = paceline(place, *_LOOP, *changes, "--dry-run")
+    shapes = [json.loads(line)["shape"] for line in planned.stdout.splitlines()]
+    found = {(s["rope_theta"], s["norm_epsilon"], s["tied_embeddings"]) for s in shapes}
+    assert found == {(5e5, 1e-6, True)}
+
+
 def test_a_budget_for_too_few_sizes_is_refused(place: pathlib.Path) -> None:
     refused = paceline(place, "loop", "--budget", "2e13", "--exploration", "1")
     assert refused.returncode == 2

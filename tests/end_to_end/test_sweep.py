@@ -35,6 +35,15 @@ def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
     assert "evaluation.sequences is 0" in blind.stderr
 
 
+def test_the_models_have_the_keys_of_the_config(place: pathlib.Path) -> None:
+    keys = ("model.rope_theta=5e5", "model.norm_epsilon=1e-6", "model.tied_embeddings=true")
+    changes = [word for key in keys for word in ("--set", key)]
+    planned = paceline(place, *_SWEEP, *changes, "--dry-run")
+    shapes = [json.loads(line)["shape"] for line in planned.stdout.splitlines()]
+    found = {(s["rope_theta"], s["norm_epsilon"], s["tied_embeddings"]) for s in shapes}
+    assert found == {(5e5, 1e-6, True)}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_killed_sweep_goes_on_to_rows_that_a_fit_reads(place: pathlib.Path) -> None:

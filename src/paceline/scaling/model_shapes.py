@@ -91,41 +91,93 @@ def nearest_shape(parameters: float, *, vocab_size: int, context_length: int) ->
     return best[1]
 
 
-def ladder_shape(parameters: float, *, vocab_size: int, context_length: int) -> ModelShape:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """What the models of a ladder have in common; the width of each decides the rest."""
+
+    d_ff_ratio: float = 8 / 3
+    """Width of the feed-forward layer, relative to that of the model."""
+    queries_per_key_value_head: int = 1
+    """Query heads that share a key-value head, where a model has that many."""
+    smallest: ModelShape
+    """The model at the bottom, from which the others take all that width does not decide."""
+
+
+def plain_ladder(*, vocab_size: int, context_length: int) -> Ladder:
+    """Returns the ladder of models for a vocabulary and a context, with the usual ratios."""
+    return ladder_like(
+        ModelShape(
+            vocab_size=vocab_size,
+            d_model=_LEAST_HEAD,
+            d_ff=_LEAST_HEAD,
+            num_layers=_LEAST_RUNG_LAYERS,
+            num_heads=1,
+            max_context_length=context_length,
+        )
+    )
+
+
+def ladder_like(
+    shape: ModelShape,
+    *,
+    d_ff_ratio: float = Ladder.d_ff_ratio,
+    queries_per_key_value_head: int = Ladder.queries_per_key_value_head,
+) -> Ladder:
+    """Returns the ladder of models that differ from a shape only in what width decides."""
+    ladder = Ladder(
+        d_ff_ratio=d_ff_ratio, queries_per_key_value_head=queries_per_key_value_head, smallest=shape
+    )
+    # Shapes that differ only in what width decides have the same ladder.
+    return dataclasses.replace(ladder, smallest=_rung(ladder, _LEAST_HEAD))
+
+
+def ladder_shape(parameters: float, ladder: Ladder) -> ModelShape:
     """Returns the nearest shape on a ladder with exactly one shape per width, starting at 24.
 
     Depth is a function of width, so that losses of neighbouring sizes lie on one curve: at equal
     size and FLOPs, a small model with two layers ends 3% above one with four. Width 16 is excluded
     because its loss stops falling after two million tokens.
     """
-    ladder = _ladder(vocab_size, context_length)
-    total, best = min(ladder, key=lambda rung: abs(math.log(rung[0] / parameters)))
+    total, best = min(_rungs(ladder), key=lambda rung: abs(math.log(rung[0] / parameters)))
     if total > 2 * parameters:
         raise UsageError(
             f"no model of a ladder has only {parameters:.3g} parameters with a vocabulary of "
-            f"{vocab_size}; use a smaller vocabulary"
+            f"{ladder.smallest.vocab_size}; use a smaller vocabulary"
         )
     return best
 
 
 @functools.cache
-def _ladder(vocab_size: int, context_length: int) -> tuple[tuple[int, ModelShape], ...]:
+def _rungs(ladder: Ladder) -> tuple[tuple[int, ModelShape], ...]:
     """Returns all shapes with their parameter counts; cached, as a sweep looks up hundreds."""
-    shapes = [_rung(width, vocab_size, context_length) for width in _ladder_widths()]
+    shapes = [_rung(ladder, width) for width in _ladder_widths()]
     return tuple((count_parameters(shape).total, shape) for shape in shapes)
 
 
-def _rung(width: int, vocab_size: int, context_length: int) -> ModelShape:
+def _rung(ladder: Ladder, width: int) -> ModelShape:
     aspect = _aspect(_PARAMETERS_OF_A_LAYER * width**3 / _LADDER_ASPECT)
     tile = 8 if width < _FINE else 64 if width < _WIDE else 128
-    return ModelShape(
-        vocab_size=vocab_size,
+    num_heads = _small_heads(width) if width < _FINE else width // tile
+    return dataclasses.replace(
+        ladder.smallest,
         d_model=width,
-        d_ff=round(8 / 3 * width / tile) * tile,
+        d_ff=max(tile, round(ladder.d_ff_ratio * width / tile) * tile),
         num_layers=max(_LEAST_RUNG_LAYERS, round(width / aspect)),
-        num_heads=_small_heads(width) if width < _FINE else width // tile,
-        max_context_length=context_length,
+        num_heads=num_heads,
+        num_kv_heads=_key_value_heads(num_heads, ladder.queries_per_key_value_head),
+        head_dim=None,
     )
+
+
+def _key_value_heads(num_heads: int, queries: int) -> int | None:
+    """Returns the most key-value heads with at least `queries` query heads each, or a single one.
+
+    They must divide the query heads; None for as many.
+    """
+    if queries == 1:
+        return None
+    most = max(1, num_heads // queries)
+    return max(count for count in range(1, most + 1) if num_heads % count == 0)
 
 
 def _small_heads(width: int) -> int:

@@ -41,7 +41,7 @@ class LoopCommand:
         pathlib.Path("run.toml")
     )
     """Config that all runs share, as for paceline train: data, context, precision. The loop
-    chooses model, steps, batch size and learning rate."""
+    chooses model size, steps, batch size and learning rate."""
     budget: float
     """FLOPs of the final training run."""
     deadline: str | None = None
@@ -116,7 +116,7 @@ class LoopCommand:
 
     def _question(self, base: "RunConfig") -> "LoopQuestion":
         from paceline.workflows.loop.directory import LoopQuestion
-        from paceline.workflows.sweep.question import training_tokens
+        from paceline.workflows.sweep.question import ladder_of, training_tokens
 
         return LoopQuestion(
             budget=self.budget,
@@ -125,6 +125,7 @@ class LoopCommand:
             context_length=base.data.context_length,
             most_tokens=self.epochs * training_tokens(base),
             seed=self.seed,
+            ladder=ladder_of(base),
         )
 
     def _go_round(

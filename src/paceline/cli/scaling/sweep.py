@@ -40,7 +40,7 @@ class SweepCommand:
 
     config: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")]
     """Config that all runs share, as for paceline train: data, context, precision. The sweep
-    chooses model, steps, batch size and learning rate."""
+    chooses model size, steps, batch size and learning rate."""
     target: float
     """FLOPs of the large run whose best model you want to find."""
     out: pathlib.Path = pathlib.Path("sweep")
@@ -114,7 +114,7 @@ class SweepCommand:
 
     def _question(self, base: "RunConfig") -> "Question":
         from paceline.workflows.sweep.design import COST_OF_LARGEST, Question
-        from paceline.workflows.sweep.question import training_tokens
+        from paceline.workflows.sweep.question import ladder_of, training_tokens
 
         return Question(
             target=self.target,
@@ -123,12 +123,13 @@ class SweepCommand:
             context_length=base.data.context_length,
             most_tokens=self.epochs * training_tokens(base),
             seed=self.seed,
+            ladder=ladder_of(base),
         )
 
     def _print_plan(self, question: "Question", base: "RunConfig") -> int:
         from paceline.training.forecast import forecast
         from paceline.workflows.sweep.design import first_runs, refining_flops
-        from paceline.workflows.sweep.directory import run_config
+        from paceline.workflows.sweep.run_config import run_config
         from paceline.workflows.sweep.table import plan_table
 
         runs = first_runs(question)

@@ -29,6 +29,7 @@ from paceline.core.strategies import StrategyName
 from paceline.data.storage import LocalStorage
 from paceline.predict.history import HistoryEntry
 from paceline.records.codecs import UNDECODABLE
+from paceline.scaling.model_shapes import Ladder
 from paceline.workflows.sweep.design import COST_OF_LARGEST, PlannedRun, Question
 from paceline.workflows.sweep.directory import SweepDirectory
 
@@ -56,6 +57,8 @@ class LoopQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     most_tokens: float
     """Maximum tokens of a run: the size of the dataset times the allowed epochs."""
     seed: int
+    ladder: Ladder | None = None
+    """Models to choose from; None in directories of earlier versions."""
 
     @property
     def sweep(self) -> Question:
@@ -67,6 +70,7 @@ class LoopQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             context_length=self.context_length,
             most_tokens=self.most_tokens,
             seed=self.seed,
+            ladder=self.ladder,
         )
 
 
@@ -161,13 +165,24 @@ class LoopDirectory:
 
     path: pathlib.Path
 
-    def begin(self, question: LoopQuestion) -> None:
-        """Starts a loop, or resumes an existing one, which must have the same question."""
+    @property
+    def exists(self) -> bool:
+        """Whether the directory contains a loop."""
+        return self.has(_QUESTION)
+
+    def begin(self, question: LoopQuestion) -> LoopQuestion:
+        """Starts a loop, or resumes an existing one, which must have the same question.
+
+        A loop that an earlier version began has no ladder, and goes on without one.
+        """
         known = self.once(_QUESTION, LoopQuestion, lambda: question)
+        if known.ladder is None:
+            question = msgspec.structs.replace(question, ladder=None)
         if known != question:
             raise UsageError(
                 f"{self.path} holds a loop with other settings; name another directory with --out"
             )
+        return known
 
     def pilot(self, ranks: int) -> pathlib.Path:
         """Returns the directory of the pilot run on `ranks` ranks."""

@@ -14,7 +14,8 @@ from paceline.training.forecast import forecast
 from paceline.workflows.loop.directory import ChosenLayout, ChosenModel
 from paceline.workflows.sweep.cost import expected_time_s
 from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun
-from paceline.workflows.sweep.directory import RunRow, SweepDirectory, run_config
+from paceline.workflows.sweep.directory import RunRow, SweepDirectory
+from paceline.workflows.sweep.run_config import run_config
 
 
 def sweep_entries(

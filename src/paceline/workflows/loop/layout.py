@@ -31,7 +31,8 @@ from paceline.workflows.loop.directory import (
     PilotRun,
 )
 from paceline.workflows.sweep.design import PlannedRun
-from paceline.workflows.sweep.directory import RunRow, run_config
+from paceline.workflows.sweep.directory import RunRow
+from paceline.workflows.sweep.run_config import run_config
 
 _EVALUATIONS = 10
 """Evaluations of the final run, so that its loss can be monitored."""

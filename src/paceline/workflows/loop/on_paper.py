@@ -36,8 +36,8 @@ from paceline.workflows.sweep.design import (
     planned_run,
     refining_flops,
 )
-from paceline.workflows.sweep.directory import run_config
 from paceline.workflows.sweep.rules import Rule
+from paceline.workflows.sweep.run_config import run_config
 
 _START_S = 10.0
 """Assumed time from the start of a run to its first step; the sweep measures the real one."""

@@ -80,8 +80,9 @@ class LoopRunner:
 
     def run(self, question: LoopQuestion, base: RunConfig) -> Outcome:
         """Runs every missing stage; returns the outcome of the last."""
-        require_sizes(question.sweep)
-        self.directory.begin(question)
+        if not self.directory.exists:
+            require_sizes(question.sweep)
+        question = self.directory.begin(question)
         self._calibrate_for_sweep(question, base)
         rule_findings = self.sweep.run(question.sweep, base)
         self._remember_sweep()

@@ -20,7 +20,7 @@ from paceline.core.plan import Estimate
 from paceline.core.specs import ModelShape
 from paceline.scaling.candidates import learn_from
 from paceline.scaling.design import Belief
-from paceline.scaling.model_shapes import ladder_shape
+from paceline.scaling.model_shapes import Ladder, ladder_shape, plain_ladder
 from paceline.scaling.surface import compute_for
 from paceline.scaling.sweep import Sweep
 from paceline.workflows.sweep.rules import VARIED_BATCHES, VARIED_RATES, Rule
@@ -78,6 +78,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of a run: the size of the dataset times the allowed epochs."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
+    ladder: Ladder | None = None
+    """Models to choose from; None in directories of earlier versions, which had one ladder for a
+    vocabulary and a context, whatever else the config said about the model."""
 
     @property
     def levels(self) -> list[float]:
@@ -93,6 +96,9 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
     """One of rate, batch, fit and final."""
     shape: ModelShape
+    is_whole_shape: bool = False
+    """Whether `shape` holds rope_theta and norm_epsilon; runs that earlier versions planned have
+    those of the preset."""
     steps: int
     batch_size: int
     learning_rate: float
@@ -278,12 +284,13 @@ def find_shape(question: Question, parameters: float) -> ModelShape | None:
     The N of the fit is a sixth of the FLOPs per token: it excludes embeddings and includes
     attention.
     """
+    ladder = question.ladder or plain_ladder(
+        vocab_size=question.vocab_size, context_length=question.context_length
+    )
     wanted = parameters
     for _ in range(_TRIES):
         try:
-            shape = ladder_shape(
-                wanted, vocab_size=question.vocab_size, context_length=question.context_length
-            )
+            shape = ladder_shape(wanted, ladder)
         except UsageError:
             return None
         found = _fitted_parameters(shape, question.context_length)
@@ -307,6 +314,7 @@ def planned_run(
         name=name,
         purpose=purpose,
         shape=shape,
+        is_whole_shape=question.ladder is not None,
         **dataclasses.asdict(tuned),
         parameters=parameters,
         tokens=tokens,

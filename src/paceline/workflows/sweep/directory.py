@@ -14,6 +14,7 @@ resume from their newest checkpoint.
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -21,10 +22,11 @@ from paceline.core.errors import UsageError
 from paceline.data.storage import LocalStorage
 from paceline.records import Outcome, Record
 from paceline.records.codecs import UNDECODABLE
-from paceline.training.config import ModelConfig, RunConfig
+from paceline.training.config import RunConfig
 from paceline.training.run_files import RECORD, last_record
 from paceline.training.toml_config import encode_config, read_config
 from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, Question
+from paceline.workflows.sweep.run_config import run_config
 
 ROWS = "runs.jsonl"
 _CHECKS = "checks.jsonl"
@@ -103,9 +105,15 @@ class SweepDirectory:
         return (self.path / _STATE).exists()
 
     def begin(self, question: Question, base: RunConfig) -> SweepState:
-        """Starts a sweep, or resumes an existing one, which must have the same question."""
+        """Starts a sweep, or resumes an existing one, which must have the same question.
+
+        A sweep that an earlier version began has no ladder, and goes on without one: its later runs
+        have to be comparable with those that have ended.
+        """
         if self.exists:
             state = self.state()
+            if state.question.ladder is None:
+                question = msgspec.structs.replace(question, ladder=None)
             if state.question != question:
                 difference = _difference(state.question, question)
                 raise UsageError(
@@ -200,36 +208,6 @@ class SweepDirectory:
         return last_record(directory) if (directory / RECORD).exists() else None
 
 
-def run_config(base: RunConfig, run: PlannedRun, directory: pathlib.Path) -> RunConfig:
-    """Returns the config of a run: the base with the run's model, length and hyperparameters."""
-    shape = run.shape
-    return dataclasses.replace(
-        base,
-        out=str(directory),
-        model=ModelConfig(
-            preset=base.model.preset,
-            vocab_size=shape.vocab_size,
-            d_model=shape.d_model,
-            d_ff=shape.d_ff,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_heads,
-            head_dim=shape.head_width,
-            max_context_length=shape.max_context_length,
-            tied_embeddings=shape.tied_embeddings,
-            activation_checkpointing=base.model.activation_checkpointing,
-            compile_blocks=base.model.compile_blocks,
-        ),
-        training=dataclasses.replace(
-            base.training, steps=run.steps, batch_size=run.batch_size, seed=run.seed
-        ),
-        optimizer=dataclasses.replace(base.optimizer, learning_rate=run.learning_rate),
-        schedule=dataclasses.replace(base.schedule, warmup_steps=run.warmup_steps),
-        # Only the final loss is used.
-        evaluation=dataclasses.replace(base.evaluation, every_steps=run.steps, sample_prompt=None),
-    )
-
-
 def _with_whole_paths(base: RunConfig) -> RunConfig:
     """Returns the config with absolute dataset paths, valid from any directory."""
     sources = tuple(
@@ -268,13 +246,23 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _difference(here: Question, asked: Question) -> str:
-    """Names the first field in which two questions differ."""
-    for field in here.__struct_fields__:
-        old, new = getattr(here, field), getattr(asked, field)
-        if old != new:
-            return f"{field} {_written(old)} there, {_written(new)} here"
+    """Names the first setting in which two questions differ."""
+    old, new = (_settings(msgspec.to_builtins(question)) for question in (here, asked))
+    for name in [*old, *new]:
+        if old.get(name) != new.get(name):
+            return f"{name} {_written(old.get(name))} there, {_written(new.get(name))} here"
     return "the same"
 
 
-def _written(value: float | None) -> str:
-    return "unlimited" if value is None else f"{value:g}"
+def _settings(question: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a question by name, those of its ladder included."""
+    settings: dict[str, Any] = {}
+    for name, value in question.items():
+        settings |= _settings(value) if isinstance(value, dict) else {name: value}
+    return settings
+
+
+def _written(value: float | str | None) -> str:
+    if value is None:
+        return "unlimited"
+    return value if isinstance(value, str) else f"{value:g}"

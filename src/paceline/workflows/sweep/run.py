@@ -67,7 +67,7 @@ class SweepRunner:
 
     def run(self, question: Question, base: RunConfig) -> list[Finding]:
         """Executes all missing runs; returns the findings of the check of the rule."""
-        self.directory.begin(question, base)
+        question = self.directory.begin(question, base).question
         self._once(RATE, lambda: rate_runs(question))
         rate_findings, rule = judge_rates(self.directory.rows(RATE))
         self._once(BATCH, lambda: batch_runs(question, rule))

@@ -16,8 +16,9 @@ from paceline.training.config import RunConfig
 from paceline.training.run_files import last_record
 from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.design import PlannedRun
-from paceline.workflows.sweep.directory import SweepDirectory, SweepState, read_ending, run_config
+from paceline.workflows.sweep.directory import SweepDirectory, SweepState, read_ending
 from paceline.workflows.sweep.executors.local import LocalExecutor
+from paceline.workflows.sweep.run_config import run_config
 from paceline.workflows.sweep.task import RunTask
 
 _STEPS = 40

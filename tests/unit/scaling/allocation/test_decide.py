@@ -9,7 +9,7 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, require_buildable
 from paceline.scaling import LossSurface, fit, synthetic_sweep
 from paceline.scaling.decide import decide
-from paceline.scaling.model_shapes import ladder_shape, nearest_shape, plan_run
+from paceline.scaling.model_shapes import ladder_shape, nearest_shape, plain_ladder, plan_run
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +33,7 @@ def test_shapes_are_near_buildable_and_regular(parameters: float) -> None:
 @given(st.floats(3e4, 1e12), st.floats(1.0, 10.0))
 def test_a_ladder_has_one_depth_for_every_width(parameters: float, factor: float) -> None:
     small, large = (
-        ladder_shape(size, vocab_size=256, context_length=128)
+        ladder_shape(size, plain_ladder(vocab_size=256, context_length=128))
         for size in (parameters, parameters * factor)
     )
     require_buildable(small)
@@ -50,7 +50,7 @@ def test_a_vocabulary_that_is_larger_than_the_model() -> None:
     with pytest.raises(UsageError, match="smaller vocabulary"):
         nearest_shape(1e5, vocab_size=100_000, context_length=512)
     with pytest.raises(UsageError, match="smaller vocabulary"):
-        ladder_shape(1e5, vocab_size=100_000, context_length=512)
+        ladder_shape(1e5, plain_ladder(vocab_size=100_000, context_length=512))
 
 
 def test_a_run_spends_exact_flops_in_whole_steps() -> None:

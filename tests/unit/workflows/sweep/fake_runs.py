@@ -15,7 +15,8 @@ from paceline.training.config import DataConfig, RunConfig
 from paceline.training.run_files import RECORD
 from paceline.training.toml_config import read_config
 from paceline.workflows.sweep.design import Question
-from paceline.workflows.sweep.directory import Ending, write_ending
+from paceline.workflows.sweep.directory import Ending, SweepDirectory, write_ending
+from paceline.workflows.sweep.run import SweepRunner
 from paceline.workflows.sweep.task import RunTask
 
 SURFACE = LossSurface(0.8, 60.0, 0.34, 300.0, 0.36)
@@ -53,6 +54,17 @@ class FakeExecutor:
                 config = read_config(pathlib.Path(task.config))
                 _finish(directory, config, is_resumed=task.label in self.resumed)
             yield task.label
+
+
+def make_sweep_runner(path: pathlib.Path, executor: FakeExecutor) -> SweepRunner:
+    """Returns a sweep whose runs are executed by `executor`."""
+    return SweepRunner(
+        directory=SweepDirectory(path),
+        make_executor=lambda _state: executor,
+        ranks=1,
+        threads=lambda _state: 1,
+        on_change=lambda: None,
+    )
 
 
 def _finish(directory: pathlib.Path, config: RunConfig, *, is_resumed: bool) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.workflows.sweep.design import batch_runs, exploring_runs, rate_runs, require_sizes
-from paceline.workflows.sweep.directory import run_config
 from paceline.workflows.sweep.rules import Rule, best_factor, rule_finding, rule_of_rates
+from paceline.workflows.sweep.run_config import run_config
 from tests.unit.workflows.sweep.fake_runs import BASE, QUESTION
 
 

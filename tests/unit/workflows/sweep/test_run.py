@@ -12,24 +12,20 @@ from paceline.scaling import fit, read_sweep
 from paceline.scaling.surface import tokens_for
 from paceline.workflows.sweep.design import COST_OF_LARGEST
 from paceline.workflows.sweep.directory import ENDED, ROWS, SweepDirectory
-from paceline.workflows.sweep.run import SweepFailedError, SweepRunner
+from paceline.workflows.sweep.run import SweepFailedError
 from paceline.workflows.sweep.table import sweep_table
-from tests.unit.workflows.sweep.fake_runs import BASE, QUESTION, SURFACE, FakeExecutor
-
-
-def _runner(path: pathlib.Path, executor: FakeExecutor) -> SweepRunner:
-    return SweepRunner(
-        directory=SweepDirectory(path),
-        make_executor=lambda _state: executor,
-        ranks=1,
-        threads=lambda _state: 1,
-        on_change=lambda: None,
-    )
+from tests.unit.workflows.sweep.fake_runs import (
+    BASE,
+    QUESTION,
+    SURFACE,
+    FakeExecutor,
+    make_sweep_runner,
+)
 
 
 def test_a_sweep_finds_the_best_model(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor()
-    runner = _runner(tmp_path, executor)
+    runner = make_sweep_runner(tmp_path, executor)
     small, large, _batch = runner.run(QUESTION, BASE)
     assert len(executor.made) == len(set(executor.made)) >= 16 + 11
     # The initial learning rate is twice the best one, and later runs correct for it.
@@ -55,7 +51,7 @@ def test_a_sweep_finds_the_best_model(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_was_expected_of_refining_runs_comes_true(tmp_path: pathlib.Path) -> None:
-    _runner(tmp_path, FakeExecutor()).run(QUESTION, BASE)
+    make_sweep_runner(tmp_path, FakeExecutor()).run(QUESTION, BASE)
     rows = SweepDirectory(tmp_path).rows("fit")
     expected = [row for row in rows if row.expected_loss is not None]
     assert len(expected) >= 3
@@ -67,13 +63,13 @@ def test_what_was_expected_of_refining_runs_comes_true(tmp_path: pathlib.Path) -
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_sweep_that_dies_comes_to_the_same_rows(tmp_path: pathlib.Path, seed: int) -> None:
-    _runner(tmp_path / "whole", FakeExecutor()).run(QUESTION, BASE)
+    make_sweep_runner(tmp_path / "whole", FakeExecutor()).run(QUESTION, BASE)
     chance = random.Random(seed)
     made: list[str] = []
     for _ in range(100):
         executor = FakeExecutor(dies_after=chance.randrange(1, 15))
         try:
-            _runner(tmp_path / "killed", executor).run(QUESTION, BASE)
+            make_sweep_runner(tmp_path / "killed", executor).run(QUESTION, BASE)
         except KeyboardInterrupt:
             made += executor.made
             continue
@@ -88,7 +84,7 @@ def test_a_sweep_that_dies_comes_to_the_same_rows(tmp_path: pathlib.Path, seed: 
 
 
 def test_a_run_that_fails_is_an_outcome(tmp_path: pathlib.Path) -> None:
-    runner = _runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-06", "fit-02"]))
+    runner = make_sweep_runner(tmp_path, FakeExecutor(failing=["rate-03", "rate-06", "fit-02"]))
     small, _batch = runner.run(QUESTION, BASE)
     # Without the larger model's run at the rule's own rate, the small model decides.
     assert runner.rule().learning_rate_factor == pytest.approx(small.figures["factor"])
@@ -102,7 +98,7 @@ def test_a_run_that_fails_is_an_outcome(tmp_path: pathlib.Path) -> None:
 
 def test_a_run_that_is_always_killed_fails_after_three_attempts(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor(killed=["fit-01"])
-    runner = _runner(tmp_path, executor)
+    runner = make_sweep_runner(tmp_path, executor)
     runner.run(QUESTION, BASE)
     assert executor.made.count("fit-01") == 3
     row = next(row for row in runner.directory.rows("fit") if row.name == "fit-01")
@@ -113,7 +109,7 @@ def test_a_run_that_is_always_killed_fails_after_three_attempts(tmp_path: pathli
 def test_without_the_rules_own_run_nothing_can_be_compared(
     tmp_path: pathlib.Path, failing: list[str]
 ) -> None:
-    runner = _runner(tmp_path, FakeExecutor(failing=failing))
+    runner = make_sweep_runner(tmp_path, FakeExecutor(failing=failing))
     with pytest.raises(SweepFailedError, match=f"{failing[0]}: not finite"):
         runner.run(QUESTION, BASE)
 
@@ -131,7 +127,7 @@ def test_a_damaged_state_or_ending_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(UsageError, match=r"sweep\.json: not the state of a sweep"):
         directory.state()
-    runner = _runner(tmp_path / "other", FakeExecutor())
+    runner = make_sweep_runner(tmp_path / "other", FakeExecutor())
     runner.run(QUESTION, BASE)
     run = runner.directory.state().runs[0]
     (runner.directory.run_directory(run) / ENDED).write_text("[]")
