@@ -34,8 +34,8 @@ from paceline.parallel.buckets import local_tensor
 from paceline.parallel.mesh.apply import apply_layout
 from paceline.parallel.mesh.groups import MeshGroups, describe
 from paceline.parallel.ranks.hardware import describe_hardware
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import layout_state_bytes
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import layout_state_bytes
 from paceline.records import RecordStore
 from paceline.training.parallelize import own_stages
 

@@ -24,15 +24,15 @@ from paceline.core.specs import ModelShape
 from paceline.core.units import GIB
 from paceline.planner.calibrations.cases import Case, group_cases
 from paceline.planner.calibrations.conventions import compute_dtype, device_name
-from paceline.planner.cost.framework_memory import (
+from paceline.planner.published import PublishedRun, model_of, published_runs
+from paceline.predict.cost.framework_memory import (
     GB_OF_NVIDIA_SMI,
     FrameworkMemory,
     find_framework_memory,
     usable_bytes,
 )
-from paceline.planner.cost.layouts import CHECKPOINTING
-from paceline.planner.cost.memory import LayoutMemory, layout_memory
-from paceline.planner.published import PublishedRun, model_of, published_runs
+from paceline.predict.cost.layouts import CHECKPOINTING
+from paceline.predict.cost.memory import LayoutMemory, layout_memory
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
 Array = npt.NDArray[np.float64]

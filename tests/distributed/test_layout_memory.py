@@ -10,7 +10,7 @@ from paceline.benchmarks.config import LayoutCase, LayoutSweep, ShapeOverrides
 from paceline.benchmarks.harness.turns import collect, run_round
 from paceline.benchmarks.layouts import prepare
 from paceline.parallel import RankPool
-from paceline.planner.trainer_memory import TrainerStep, trainer_peak_bytes
+from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 
 Pools = Callable[[int], RankPool]
 _CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def _require_agreement(pool: RankPool, layout: str, **options: Any) -> None:
         micro_batch=written.micro_batch,
         num_micro_batches=case.num_micro_batches(written),
     )
-    ratio = trainer_peak_bytes(written.layout, step) / peak
+    ratio = trainer_memory(written.layout, step).total / peak
     # On a busy machine, gloo's threads free gathered blocks only after the next ones arrive.
     least = _LEAST_OF_ZERO_3 if written.layout.sharding == "parameters" else 0.95
     assert least < ratio < 1.05

@@ -16,14 +16,14 @@ ROWS = [
 GUESSES = {
     # A word that a newcomer would search for, and the path that contains it.
     "bucket": "parallel/buckets.py",
-    "step": "prediction/step.py",
+    "step": "predict/step.py",
     "strategies": "reports/plots/strategies.py",
     "calibrat": "benchmarks/calibration/calibrate.py",
-    "device": "core/device_table.py",
+    "device": "core/hardware.py",
     "checkpoint": "parallel/zero/optimizer_checkpoint.py",
     "fsdp": "parallel/fsdp/container.py",
     "triton": "kernels/attention/triton/forward.py",
-    "backtest": "prediction/backtest.py",
+    "backtest": "predict/backtest.py",
     "html": "reports/document/html.py",
 }
 

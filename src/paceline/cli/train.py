@@ -24,6 +24,8 @@ _TEMPLATE = "init"
 _LEAVING_S = 3.0
 """Time for ranks to exit after saving, or after the grace period for saving has expired."""
 _FIRST_RANK_SPEAKS_S = 5.0
+_FEWEST_REPLICAS = 2
+"""Replicas to start unless --ranks says otherwise: one has no other to heal from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,13 +98,13 @@ class TrainCommand:
         return 0
 
     def _print_forecast(self, config: "RunConfig") -> int:
-        from paceline.training.forecast import forecast
+        from paceline.training.forecast import earlier_runs, forecast
         from paceline.training.toml_config import encode_config
 
         predicted = None
         if config.model.hugging_face is None:
             predicted = dataclasses.replace(
-                forecast(config, self.ranks or 1, self.calibration),
+                forecast(config, self._num_ranks(config), self.calibration, history=earlier_runs()),
                 final_loss=self._final_loss(config),
             )
         if self.output.json:
@@ -129,7 +131,8 @@ class TrainCommand:
                     "--supervise and the launcher"
                 )
             self._require_startable(config)
-            return run_replicas(config, self.ranks or 2, config.checkpoint.grace_s + _LEAVING_S)
+            grace_s = config.checkpoint.grace_s + _LEAVING_S
+            return run_replicas(config, self._num_ranks(config), grace_s)
         if self.supervise:
             if is_launched(os.environ):
                 raise UsageError(
@@ -216,6 +219,10 @@ class TrainCommand:
             )
         return predict_loss(fit(sweep).parametric, num_parameters, num_tokens)
 
+    def _num_ranks(self, config: "RunConfig") -> int:
+        """Returns the number of ranks to start on a host without GPUs."""
+        return self.ranks or (_FEWEST_REPLICAS if config.parallel.elastic == "replicas" else 1)
+
     def _require_startable(self, config: "RunConfig") -> int:
         """Checks the config before starting ranks, which takes seconds; returns their number."""
         import torch
@@ -223,7 +230,7 @@ class TrainCommand:
         from paceline.training.run import require_startable, usable_bytes
 
         if config.parallel.device == "cpu" or not torch.cuda.is_available():
-            num_ranks = self.ranks or 1
+            num_ranks = self._num_ranks(config)
             rank_bytes = usable_bytes(torch.device("cpu"), num_ranks)
         else:
             # Each rank queries its own GPU: a query here would use memory on the first one.
@@ -245,32 +252,33 @@ def _remember(config: "RunConfig") -> None:
 
 def _forecast_text(predicted: "Forecast") -> str:
     from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
+    from paceline.reports.tables.columns import with_interval
 
     lines = [
         f"parameters  {predicted.num_parameters:,}",
         f"tokens      {predicted.tokens:,}",
         f"compute     {format_decimal(predicted.flops, 'FLOPs')}",
     ]
-    if predicted.memory is None:
-        lines.append("memory      not predicted for this layout; use paceline plan search")
-    else:
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {format_binary_bytes(num_bytes)}"
-            for name, num_bytes in dataclasses.asdict(predicted.memory).items()
-        )
-        total = format_binary_bytes(predicted.memory.total)
-        lines.append(f"memory      {total} at the peak: {parts}")
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {format_binary_bytes(num_bytes)}"
+        for name, num_bytes in dataclasses.asdict(predicted.memory).items()
+    )
+    total = format_binary_bytes(predicted.memory.total)
+    lines.append(f"memory      {total} at the peak: {parts}")
+    if (process := predicted.corrected["memory_bytes"]).low is not None:
+        text = with_interval(process, format_binary_bytes)
+        lines.append(f"process     {text} by earlier runs on this machine")
     if predicted.kept_in_memory_bytes:
         kept = format_binary_bytes(predicted.kept_in_memory_bytes)
         lines.append(
             f"kept        {kept} of host memory per rank for checkpoint.memory_every_steps"
         )
-    if predicted.step_time_s is None or predicted.duration_s is None:
+    if (step := predicted.corrected.get("step_time_s")) is None:
         lines.append("time        not predicted: give --calibration records of paceline calibrate")
     else:
         lines.append(
-            f"time        {format_seconds(predicted.step_time_s)} per step, "
-            f"{format_seconds(predicted.duration_s)} in total"
+            f"time        {with_interval(step, format_seconds)} per step, "
+            f"{format_seconds(step.value * predicted.num_steps)} in total"
         )
     if (loss := predicted.final_loss) is not None:
         lines.append(f"loss        {loss.value:.4f} at the end ({loss.low:.4f} to {loss.high:.4f})")

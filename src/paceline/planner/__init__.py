@@ -1,1 +1,1 @@
-"""Planning of parallel layouts: predicted memory, step time and goodput on a cluster."""
+"""Planning of parallel layouts: search, framework calibrations and goodput on a cluster."""

@@ -27,7 +27,7 @@ import msgspec
 from paceline.core.errors import DataError, UsageError
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import ModelShape
-from paceline.planner.cost.experts import Experts
+from paceline.predict.cost.experts import Experts
 
 Unit = Literal[
     "s/iteration",

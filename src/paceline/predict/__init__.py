@@ -1,1 +1,1 @@
-"""Step-time prediction for a calibrated machine, and backtests of the predictions."""
+"""Predicted step time and memory of any layout on a calibrated machine, and their backtests."""

@@ -162,6 +162,23 @@ def calibrations(records: Iterable[Record]) -> list[Calibration]:
     return [_calibration(topology, measured) for topology, measured in topologies.items()]
 
 
+def inside_host(known: Iterable[Calibration], outer: Calibration) -> Calibration | None:
+    """Returns the calibration of one host's ranks; None for one host, or one rank per host.
+
+    Args:
+        known: All calibrations.
+        outer: The calibration of ranks that may span several hosts.
+    """
+    ranks, hosts = outer.world_size, int(str(outer.topology["num_hosts"]))
+    if hosts == 1 or ranks == hosts:
+        return None
+    wanted = (ranks // hosts, 1, outer.topology["device"])
+    for each in known:
+        if (each.world_size, each.topology["num_hosts"], each.topology["device"]) == wanted:
+            return each
+    return None
+
+
 def calibration_runs(records: Iterable[Record]) -> list[Calibration]:
     """Builds one calibration per calibration run in the records."""
     return [_calibration(topology, measured) for topology, measured in _runs(records)]

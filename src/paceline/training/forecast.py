@@ -2,18 +2,22 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping, Sequence
 
 from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.accounting.parameters import count_parameters
-from paceline.core.errors import UsageError
-from paceline.core.plan import Estimate
+from paceline.core.errors import RecordError, UsageError
+from paceline.core.plan import Estimate, ParallelLayout
 from paceline.core.runnable import needs_mesh
 from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
-from paceline.predict.calibration import calibrations
-from paceline.predict.step import strategy_step_terms
+from paceline.predict.calibration import Calibration, calibrations, inside_host
+from paceline.predict.history import HistoryEntry, Quantity, corrected, history_path, read_history
+from paceline.predict.layout_step import layout_step_time
+from paceline.predict.step import PREDICTED, strategy_step_terms
+from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig
 from paceline.training.layout import layout_of
@@ -22,6 +26,12 @@ MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
     "parallel.strategy fully_sharded, or start fewer ranks per host"
 )
+_SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {
+    "torch_zero": "sharded_optimizer",
+    "torch_zero_view": "sharded_optimizer",
+    "sharded_per_bucket": "sharded",
+}
+"""Strategies that are predicted as another one, which sends the same bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +44,22 @@ class Forecast:
     """FLOPs of the whole run, forward and backward."""
     tokens: int
     """Tokens that the run trains on."""
-    memory: MemoryParts | None
-    """Peak memory of a step on the rank that needs most; None on a mesh of several axes, where
-    ``paceline plan search`` predicts it."""
+    memory: MemoryParts
+    """Peak memory of a step on the rank that needs most."""
     kept_in_memory_bytes: int
     """Host memory per rank for in-memory checkpoints; 0 without them. Covers the rank's own shard
     and a replica of another's, both twice while a save is in flight, and the staging copy."""
     step_time_s: float | None
-    """Predicted from a calibration of the machine; None without one and on a mesh of several
-    axes."""
+    """Predicted from a calibration of the machine; None without one."""
+    corrected: Mapping[Quantity, Estimate]
+    """Step time and memory, corrected by earlier runs on the same hardware, with intervals."""
     final_loss: Estimate | None = None
     """Final loss, predicted from smaller runs; None without them."""
+
+    @property
+    def formulas(self) -> dict[Quantity, float]:
+        """Uncorrected predictions."""
+        return _formulas(self.step_time_s, self.memory)
 
     @property
     def duration_s(self) -> float | None:
@@ -53,7 +68,13 @@ class Forecast:
 
 
 def forecast(
-    config: RunConfig, world_size: int, calibration: pathlib.Path | None = None, *, at_once: int = 1
+    config: RunConfig,
+    world_size: int,
+    calibration: pathlib.Path | None = None,
+    *,
+    at_once: int = 1,
+    history: Sequence[HistoryEntry] = (),
+    hardware: str | None = None,
 ) -> Forecast:
     """Predicts a run.
 
@@ -62,26 +83,34 @@ def forecast(
         world_size: Number of ranks.
         calibration: Records of ``paceline calibrate`` for ``world_size * at_once`` ranks.
         at_once: Number of such runs that share the machine.
+        history: Earlier predictions and measurements.
+        hardware: The machine, to select from the history; by default that of the calibration.
     """
     shape = config.model.shape
-    strategy = config.parallel.strategy_on(world_size)
     layout = layout_of(config, world_size)
     passes = config.training.num_passes(layout.data_parallel)
     own = -(-config.training.batch_size // layout.data_parallel)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
-    memory = step_time_s = None
-    if not needs_mesh(layout):
-        memory = step_memory(
-            shape,
-            batch,
-            precision_preset(config.training.precision),
-            strategy,
-            world_size,
-            activation_checkpointing=config.model.activation_checkpointing,
-            bucket_size_mb=config.parallel.bucket_size_mb,
-        )["before_step"]
-        ranks = world_size * at_once
-        step_time_s = _step_time_s(config, batch, strategy, ranks, passes, calibration)
+    step = TrainerStep(
+        shape=shape,
+        context_length=batch.context_length,
+        micro_batch=batch.num_sequences,
+        num_micro_batches=passes,
+        precision=precision_preset(config.training.precision),
+    )
+    memory = _memory(config, layout, step, batch, world_size)
+    step_time_s = None
+    if calibration is not None:
+        known = calibrations(RecordStore(calibration).read())
+        ranks = _calibrated_ranks(known, world_size * at_once, calibration)
+        hardware = hardware or str(ranks.topology["hardware"])
+        strategy = config.parallel.strategy_on(world_size)
+        strategy = _SAME_COLLECTIVES.get(strategy, strategy)
+        if needs_mesh(layout) or strategy not in PREDICTED:
+            time = layout_step_time(layout, step, ranks, inside_host(known, ranks))
+            step_time_s = float(time.total_s.item())
+        else:
+            step_time_s = _strategy_time_s(config, batch, strategy, passes, ranks)
     tokens = config.tokens_per_step * config.training.steps
     per_token = flops_per_token(
         shape,
@@ -96,7 +125,40 @@ def forecast(
         memory=memory,
         kept_in_memory_bytes=_kept_in_memory_bytes(config, batch, world_size),
         step_time_s=step_time_s,
+        corrected={
+            quantity: corrected(quantity, formula, hardware or "", world_size, history)
+            for quantity, formula in _formulas(step_time_s, memory).items()
+        },
     )
+
+
+def earlier_runs() -> list[HistoryEntry]:
+    """Returns the user's history; empty if it is unreadable, which must not prevent a run."""
+    try:
+        return read_history(history_path())
+    except RecordError:
+        return []
+
+
+def _formulas(step_time_s: float | None, memory: MemoryParts) -> dict[Quantity, float]:
+    known: dict[Quantity, float] = {} if step_time_s is None else {"step_time_s": step_time_s}
+    return {**known, "memory_bytes": float(memory.total)}
+
+
+def _memory(
+    config: RunConfig, layout: ParallelLayout, step: TrainerStep, batch: BatchShape, world_size: int
+) -> MemoryParts:
+    if needs_mesh(layout):
+        return trainer_memory(layout, step)
+    return step_memory(
+        step.shape,
+        batch,
+        step.precision,
+        config.parallel.strategy_on(world_size),
+        world_size,
+        activation_checkpointing=config.model.activation_checkpointing,
+        bucket_size_mb=config.parallel.bucket_size_mb,
+    )["before_step"]
 
 
 def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int) -> int:
@@ -110,10 +172,8 @@ def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int)
 
 
 def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
-    """Raises if the peak memory of a step exceeds a rank's limit, where both are known."""
-    if limit_bytes is None or predicted.memory is None:
-        return
-    if predicted.memory.total > limit_bytes:
+    """Raises if the peak memory of a step exceeds a rank's limit, if that is known."""
+    if limit_bytes is not None and predicted.memory.total > limit_bytes:
         raise UsageError(
             f"{memory_need(predicted.memory)}, and a rank may use "
             f"{format_binary_bytes(limit_bytes)}; {MEMORY_REMEDY}"
@@ -128,28 +188,28 @@ def memory_need(memory: MemoryParts) -> str:
     )
 
 
-def _step_time_s(
+def _calibrated_ranks(
+    known: Sequence[Calibration], num_ranks: int, path: pathlib.Path
+) -> Calibration:
+    """Returns the newest calibration of that many ranks."""
+    found = [each for each in known if each.world_size == num_ranks]
+    if not found:
+        raise UsageError(
+            f"{path}: contains no calibration for {num_ranks} ranks; run paceline "
+            "calibrate where you will train"
+        )
+    return found[-1]
+
+
+def _strategy_time_s(
     config: RunConfig,
     batch: BatchShape,
     strategy: StrategyName,
-    num_ranks: int,
     passes: int,
-    calibration: pathlib.Path | None,
-) -> float | None:
-    if calibration is None:
-        return None
-    places = [
-        place
-        for place in calibrations(RecordStore(calibration).read())
-        if place.world_size == num_ranks
-    ]
-    if not places:
-        raise UsageError(
-            f"{calibration}: contains no calibration for {num_ranks} ranks; run paceline "
-            "calibrate where you will train"
-        )
+    calibration: Calibration,
+) -> float:
     bucket_size = config.parallel.bucket_size_for(strategy)
-    terms = strategy_step_terms(config.model.shape, batch, strategy, places[-1], bucket_size)
+    terms = strategy_step_terms(config.model.shape, batch, strategy, calibration, bucket_size)
     # Only the last pass communicates and updates; all others only compute.
-    alone = strategy_step_terms(config.model.shape, batch, "none", places[-1], None)
+    alone = strategy_step_terms(config.model.shape, batch, "none", calibration, None)
     return terms.total_s + (passes - 1) * (alone.total_s - alone.optimizer_s)

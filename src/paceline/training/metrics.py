@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from paceline.core.plan import Estimate
+from paceline.predict.history import Quantity
 from paceline.records import Metric
 from paceline.records.store import RowFile
 
@@ -123,12 +124,27 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted peak of a step's tensors, on the rank that needs most memory."""
     step_time_s: float | None = None
     """Predicted from a calibration of the machine; None without one."""
+    corrected: dict[Quantity, Estimate] = {}
+    """Step time and memory, corrected by earlier runs on the same hardware, with intervals."""
     peak_flops_per_s: float | None = None
     """Peak FLOP/s of all ranks together; None if no document states it."""
     memory_limit_bytes: int | None = None
     """Memory that a rank may use; None if unknown."""
     final_loss: Estimate | None = None
     """Final loss, predicted from smaller runs; None without them."""
+
+    @property
+    def step_time(self) -> Estimate | None:
+        """Step time to compare with the measured one, with its interval; None if not predicted."""
+        if self.step_time_s is None:
+            return None
+        return self.corrected.get("step_time_s") or Estimate(value=self.step_time_s)
+
+    @property
+    def process_memory(self) -> Estimate | None:
+        """Memory of a rank's process, with its interval; None if no earlier runs show it."""
+        memory = self.corrected.get("memory_bytes")
+        return None if memory is None or memory.low is None else memory
 
     def tokens_per_s(self, step_time_s: float) -> float:
         """Returns the throughput of all ranks, in tokens per second."""
@@ -206,8 +222,8 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
         metrics["bits_per_byte"] = Metric(value=evaluations[-1].bits_per_byte)
     if expected.final_loss is not None:
         metrics["predicted_final_loss"] = Metric(value=expected.final_loss.value)
-    if expected.step_time_s is not None:
-        metrics["predicted_step_time_s"] = Metric(value=expected.step_time_s)
+    if expected.step_time is not None:
+        metrics["predicted_step_time_s"] = Metric.from_estimate(expected.step_time)
     if (utilization := expected.utilization(step_time.value)) is not None:
         metrics["model_flops_utilization"] = Metric(value=utilization)
     exposed = _exposed_s(steps)
@@ -222,7 +238,9 @@ def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, 
     memory = [row.memory_bytes for row in steps if row.memory_bytes is not None]
     if memory:
         metrics["memory_bytes"] = Metric(value=max(memory))
-        if expected.memory_bytes is not None:
+        if expected.process_memory is not None:
+            metrics["predicted_memory_bytes"] = Metric.from_estimate(expected.process_memory)
+        elif expected.memory_bytes is not None:
             metrics["predicted_memory_bytes"] = Metric(value=expected.memory_bytes)
     return metrics
 

@@ -111,9 +111,9 @@ class LogObserver:
         last, number = self._recent[-1], len(self._recent)
         loss = sum(row.loss for row in self._recent) / number
         step_time_s = sum(row.step_time_s for row in self._recent) / number
-        num_steps, predicted_s = self._expected.num_steps, self._expected.step_time_s
+        num_steps, known = self._expected.num_steps, self._expected.step_time
         left_s = (num_steps - last.step) * step_time_s
-        predicted = "" if predicted_s is None else f" (predicted {format_seconds(predicted_s)})"
+        predicted = "" if known is None else f" (predicted {format_seconds(known.value)})"
         return (
             f"step {last.step:,} of {num_steps:,}  loss {loss:.4f}  norm "
             f"{last.gradient_norm:.3g}  lr {last.learning_rate:.3g}  "

@@ -317,14 +317,14 @@ def _speed(progress: Progress) -> str:
 
 
 def _step_time(progress: Progress) -> str:
-    measured, predicted_s = progress.step_time, progress.expected.step_time_s
+    measured, predicted = progress.step_time, progress.expected.step_time
     if measured is None:
         return ""
     text = _with_interval(measured, format_seconds)
-    if predicted_s is None:
+    if predicted is None:
         return text
-    error = measured.value / predicted_s - 1
-    return f"{text}; predicted {format_seconds(predicted_s)}, measured {error:+.0%}"
+    error = measured.value / predicted.value - 1
+    return f"{text}; predicted {_with_interval(predicted, format_seconds)}, measured {error:+.0%}"
 
 
 def _waits(progress: Progress) -> str:
@@ -347,10 +347,10 @@ def _memory(progress: Progress) -> str:
     text, limit = format_binary_bytes(progress.memory_bytes), progress.expected.memory_limit_bytes
     if limit is not None:
         text += f" of {format_binary_bytes(limit)} ({progress.memory_bytes / limit:.0%})"
-    predicted = progress.expected.memory_bytes
-    if predicted is None:
-        return text
-    return f"{text}; tensors predicted {format_binary_bytes(predicted)}"
+    tensors, process = progress.expected.memory_bytes, progress.expected.process_memory
+    if process is not None:
+        return f"{text}; predicted {_with_interval(process, format_binary_bytes)}"
+    return text if tensors is None else f"{text}; tensors predicted {format_binary_bytes(tensors)}"
 
 
 def _left(progress: Progress) -> str:

@@ -3,6 +3,7 @@
 Creates the observers of a run on its first rank, and the expectation that they receive.
 """
 
+import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -28,7 +29,15 @@ from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.ranks.supervisor import Restart
 from paceline.records.environment import capture_environment
 from paceline.training.config import RunConfig
-from paceline.training.forecast import MEMORY_REMEDY, forecast, memory_need, require_fit
+from paceline.training.elastic.launch import NUM_REPLICAS
+from paceline.training.forecast import (
+    MEMORY_REMEDY,
+    Forecast,
+    earlier_runs,
+    forecast,
+    memory_need,
+    require_fit,
+)
 from paceline.training.layout import layout_of
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics import Expectation, MetricsFile
@@ -70,7 +79,8 @@ def make_observers(config: RunConfig, session: Session, expected: Expectation) -
 def expect(
     config: RunConfig,
     session: Session,
-    calibration: pathlib.Path | None,
+    num_ranks: int,
+    predicted: Forecast | None,
     final_loss: Estimate | None = None,
 ) -> Expectation:
     """Returns the predictions and limits of a run on these ranks before its first step.
@@ -78,7 +88,8 @@ def expect(
     Args:
         config: The run.
         session: Distributed session of rank 0.
-        calibration: Records of ``paceline calibrate``, to predict the step time from.
+        num_ranks: Ranks of the run; of a run with replicas, the number of replicas.
+        predicted: Forecast of the run; None for models without one.
         final_loss: Predicted final loss, if any.
     """
     precision = precision_preset(config.training.precision)
@@ -89,18 +100,18 @@ def expect(
     known = Expectation(
         num_steps=config.training.steps,
         tokens_per_step=config.tokens_per_step,
-        peak_flops_per_s=None if peak is None else peak * session.world_size,
+        peak_flops_per_s=None if peak is None else peak * num_ranks,
         memory_limit_bytes=limit,
         final_loss=final_loss,
     )
-    if config.model.hugging_face is not None:  # Nothing is predicted for other models.
+    if predicted is None:
         return known
-    predicted = forecast(config, session.world_size, calibration)
     return msgspec.structs.replace(
         known,
         flops_per_step=predicted.flops / predicted.num_steps,
-        memory_bytes=None if predicted.memory is None else predicted.memory.total,
+        memory_bytes=predicted.memory.total,
         step_time_s=predicted.step_time_s,
+        corrected=dict(predicted.corrected),
     )
 
 
@@ -147,13 +158,22 @@ def _run(
 ) -> RunOutcome:
     directory = pathlib.Path(config.out)
     joined_s = time.monotonic()
-    require_startable(
-        config, session.world_size, usable_bytes(session.device, session.placement.local_world_size)
-    )
     is_elastic = config.parallel.elastic == "replicas"
+    num_ranks, ranks_per_host = session.world_size, session.placement.local_world_size
+    if is_elastic:  # Each replica is a session of its own, and all of them are on this host.
+        num_ranks = ranks_per_host = int(os.environ[NUM_REPLICAS])
+    predicted = require_startable(
+        config,
+        num_ranks,
+        usable_bytes(session.device, ranks_per_host),
+        # Only rank 0 reports the predicted time, and other hosts may not have the records.
+        None if session.rank else calibration,
+        describe_hardware(session.device).hardware,
+    )
 
     def open_observers() -> Observers:
-        return Observers(_begin(config, session, expect(config, session, calibration, final_loss)))
+        expected = expect(config, session, num_ranks, predicted, final_loss)
+        return Observers(_begin(config, session, expected))
 
     # With replicas, the one that reports opens them later.
     observers = Observers([]) if session.rank or is_elastic else open_observers()
@@ -169,13 +189,9 @@ def _run(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        predicted = ""
-        if config.model.hugging_face is None:
-            memory = forecast(config, session.world_size).memory
-            if memory is not None:
-                predicted = f" (predicted: {memory_need(memory)})"
+        need = "" if predicted is None else f" (predicted: {memory_need(predicted.memory)})"
         raise OutOfMemoryError(
-            f"rank {session.rank} is out of memory{predicted}; {MEMORY_REMEDY}"
+            f"rank {session.rank} is out of memory{need}; {MEMORY_REMEDY}"
         ) from error
     finally:
         observers.close()
@@ -192,13 +208,24 @@ def _begin(config: RunConfig, session: Session, expected: Expectation) -> list[O
     return make_observers(config, session, expected)
 
 
-def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None) -> None:
-    """Raises for errors that can be detected before any rank starts.
+def require_startable(
+    config: RunConfig,
+    world_size: int,
+    rank_bytes: int | None,
+    calibration: pathlib.Path | None = None,
+    hardware: str | None = None,
+) -> Forecast | None:
+    """Raises for errors that can be detected before any rank starts; returns the forecast.
 
     Args:
         config: The run.
         world_size: Number of ranks.
         rank_bytes: Device memory that each rank may use; None if unknown.
+        calibration: Records of ``paceline calibrate``, to predict the step time from.
+        hardware: The ranks' hardware, whose earlier runs correct the forecast.
+
+    Returns:
+        The forecast; None for models that are not Paceline's own.
     """
     require_data(config)
     require_sinks(config.logging.sinks)
@@ -208,8 +235,11 @@ def require_startable(config: RunConfig, world_size: int, rank_bytes: int | None
             f"training.batch_size {config.training.batch_size} leaves some of the "
             f"{data_ranks} ranks without a sequence; raise it, or start fewer ranks"
         )
-    if config.model.hugging_face is None:  # Memory of other models is not predicted.
-        require_fit(forecast(config, world_size), rank_bytes)
+    if config.model.hugging_face is not None:
+        return None
+    predicted = forecast(config, world_size, calibration, history=earlier_runs(), hardware=hardware)
+    require_fit(predicted, rank_bytes)
+    return predicted
 
 
 def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:

@@ -69,6 +69,7 @@ def make_sinks(config: RunConfig, directory: pathlib.Path, expected: Expectation
 def row_values(row: MetricsRow, expected: Expectation) -> dict[str, float]:
     """Returns the values of a row by name; an event has none."""
     values: dict[str, float | None] = {}
+    predicted = expected.step_time
     if isinstance(row, StepRow):
         values = {
             "train/loss": row.loss,
@@ -76,7 +77,7 @@ def row_values(row: MetricsRow, expected: Expectation) -> dict[str, float]:
             "train/learning_rate": row.learning_rate,
             "train/tokens": row.tokens,
             "time/step_s": row.step_time_s,
-            "time/predicted_step_s": expected.step_time_s,
+            "time/predicted_step_s": None if predicted is None else predicted.value,
             "time/data_wait_s": row.data_wait_s,
             "time/exposed_communication_s": row.exposed_communication_s,
             "speed/tokens_per_s": expected.tokens_per_s(row.step_time_s),

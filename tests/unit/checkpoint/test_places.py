@@ -10,8 +10,8 @@ from paceline.checkpoint.catalog import complete_steps, keep_last
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.storage import DirectoryPlace, open_place
-from tests.unit.data.s3_server import s3_server
 from tests.unit.checkpoint.runs import SmallRun, save_steps
+from tests.unit.data.s3_server import s3_server
 
 
 @pytest.fixture(scope="module")

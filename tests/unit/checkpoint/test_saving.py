@@ -18,8 +18,8 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.restore import Source, load_newest_valid, load_step
 from paceline.checkpoint.state import capture_random_state, restore_random_state
 from paceline.checkpoint.storage import open_place
-from tests.unit.data.s3_server import s3_server
 from tests.unit.checkpoint.runs import SmallRun, equal, save_steps
+from tests.unit.data.s3_server import s3_server
 
 
 @pytest.fixture(scope="module")

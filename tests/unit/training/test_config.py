@@ -1,13 +1,16 @@
 """Tests that contradictions in a config are named before anything is built."""
 
+import dataclasses
 import json
 import pathlib
+import re
 
 import pytest
 
 from paceline.cli.main import main
 from paceline.core.errors import UsageError
 from paceline.scaling import SweepDesign, synthetic_sweep
+from paceline.training.forecast import forecast
 from paceline.training.toml_config import decode_config
 from tests.unit.scaling.surfaces import SURFACE
 
@@ -56,6 +59,33 @@ def test_nothing_is_predicted_of_a_hugging_face_model(
     assert json.loads(capsys.readouterr().out)["forecast"] is None
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, ["parallel.tensor=2"]),
+        (4, ["parallel.replicate=2", "parallel.strategy=fully_sharded"]),
+        (None, ["parallel.elastic=replicas"]),
+    ],
+)
+def test_a_dry_run_predicts_every_layout(
+    ranks: int | None,
+    changes: list[str],
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    dry_run = ["train", str(tmp_path / "run.toml"), "--dry-run"]
+    dry_run += [] if ranks is None else ["--ranks", str(ranks)]
+    dry_run += [part for change in changes for part in ("--set", change)]
+    assert main(dry_run) == 0
+    assert re.search(r"memory +\S+ \S+ at the peak: parameters", capsys.readouterr().out)
+    assert main([*dry_run, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["forecast"]
+    predicted = forecast(decode_config(RUN, changes), ranks or 2)
+    assert said["memory"] == dataclasses.asdict(predicted.memory)
+    assert said["corrected"]["memory_bytes"]["value"] == predicted.memory.total
+
+
 def test_the_loss_at_the_end_is_predicted_from_smaller_runs(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,9 +100,9 @@ def test_the_loss_at_the_end_is_predicted_from_smaller_runs(
     dry_run += ["--set", "training.steps=2000", "--runs", str(tmp_path / "runs.json")]
     assert main([*dry_run, "--json"]) == 0
     said = capsys.readouterr()
-    forecast = json.loads(said.out)["forecast"]
-    truth = float(SURFACE.loss(forecast["num_parameters"], forecast["tokens"]))
-    assert forecast["final_loss"]["value"] == pytest.approx(truth, rel=1e-6)
+    predicted = json.loads(said.out)["forecast"]
+    truth = float(SURFACE.loss(predicted["num_parameters"], predicted["tokens"]))
+    assert predicted["final_loss"]["value"] == pytest.approx(truth, rel=1e-6)
     assert "times the compute of the largest one there" not in said.err
     assert main([*dry_run, "--set", "training.steps=20000"]) == 0
     said = capsys.readouterr()

@@ -1,18 +1,42 @@
 import dataclasses
+import itertools
+import pathlib
+from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
 from paceline.core.errors import UsageError
+from paceline.core.runnable import needs_mesh
+from paceline.core.strategies import StrategyName
 from paceline.core.units import GIB
 from paceline.data.loader.config import SourceConfig
+from paceline.predict.history import HistoryEntry, Quantity
+from paceline.records import RecordStore
 from paceline.training.config import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
+    ParallelConfig,
     RunConfig,
     StepConfig,
 )
 from paceline.training.forecast import forecast, require_fit
+from paceline.training.layout import layout_of
+from tests.unit.predict.calibration_cases import make_record, make_records
+
+_RANKS = (1, 2, 4, 8)
+_TINY = ModelConfig(
+    preset="bytes-6M", d_model=64, d_ff=128, num_layers=4, num_heads=4, num_kv_heads=4
+)
+_AXES = {
+    "tensor": (1, 2),
+    "sequence_parallel": (False, True),
+    "context": (1, 2),
+    "pipeline": (1, 2),
+    "interleave": (1, 2),
+    "replicate": (1, 2),
+}
 
 
 def _config(micro_batch_size: int) -> RunConfig:
@@ -48,3 +72,145 @@ def test_what_is_kept_in_memory_is_said() -> None:
     # Its own shard and another rank's replica, both twice during a save, and the staging copy.
     assert predicted.kept_in_memory_bytes == pytest.approx(5 * part, rel=1e-3)
     assert forecast(kept, world_size=1).kept_in_memory_bytes == pytest.approx(6 * part, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A calibration of a fictitious machine for every number of ranks of these tests."""
+    store = RecordStore(tmp_path_factory.mktemp("calibration") / "machine.jsonl")
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+    sizes = {"smallest_bytes": 1, "largest_bytes": 10}
+    for ranks in _RANKS:
+        place = {"world_size": ranks}
+        shapes = [
+            make_record("linear", tokens=64, inputs=64, outputs=128, **place),
+            make_record("attention", batch=2, context=128, **heads, attention="sdpa", **place),
+        ]
+        others = [
+            record
+            for record in make_records(**place)
+            if record.case["quantity"] not in ("linear", "attention")
+        ]
+        owners = [
+            make_record(quantity, operation=operation, **sizes, **place)
+            for operation in ("reduce_to_owners", "gather_from_owners")
+            for quantity in ("collective", "contention")
+        ]
+        for record in (*shapes, *others, *owners):
+            store.append(record)
+    return store.path
+
+
+def _run(model: ModelConfig = _TINY, precision: str = "float32", **parallel: object) -> RunConfig:
+    return RunConfig(
+        out="run",
+        model=model,
+        data=DataConfig(sources=(SourceConfig(place="tokens"),), context_length=128),
+        training=StepConfig(batch_size=32, micro_batch_size=2, precision=precision),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def _accepted(strategy: StrategyName, ranks: int) -> Iterator[RunConfig]:
+    """Yields a run with every combination of the axes that the trainer accepts."""
+    for sizes in itertools.product(*_AXES.values()):
+        axes = dict(zip(_AXES, sizes, strict=True))
+        config = _run(strategy=strategy, **axes)
+        try:
+            layout_of(config, ranks)
+        except UsageError:
+            continue
+        yield config
+
+
+def _earlier(quantity: Quantity, formula: float, measured: float) -> HistoryEntry:
+    return HistoryEntry(
+        quantity=quantity,
+        run="earlier",
+        parameters=1,
+        world_size=2,
+        threads=1,
+        hardware="made up",
+        formula=formula,
+        predicted=None,
+        measured=measured,
+    )
+
+
+@pytest.mark.parametrize("ranks", _RANKS)
+@pytest.mark.parametrize("strategy", get_args(StrategyName))
+def test_every_run_that_can_start_has_a_forecast(
+    calibration: pathlib.Path, strategy: StrategyName, ranks: int
+) -> None:
+    accepted = list(_accepted(strategy, ranks))
+    assert accepted
+    for config in accepted:
+        predicted = forecast(config, ranks, calibration)
+        assert min(dataclasses.astuple(predicted.memory)) >= 0, config.parallel
+        assert predicted.memory.activations > 0, config.parallel
+        assert predicted.step_time_s is not None, config.parallel
+        assert predicted.step_time_s > 0, config.parallel
+        for quantity, formula in predicted.formulas.items():
+            estimate = predicted.corrected[quantity]
+            assert estimate.value == formula
+        step = predicted.corrected["step_time_s"]
+        assert step.low is not None
+        assert step.high is not None
+        assert step.low <= step.value <= step.high
+
+
+def test_the_axes_make_meshes() -> None:
+    layouts = [layout_of(config, 8) for config in _accepted("fully_sharded", 8)]
+    assert sum(map(needs_mesh, layouts)) > 20
+    for axis in ("tensor", "context", "pipeline", "pipeline_interleave", "replicate"):
+        assert {getattr(layout, axis) for layout in layouts} == {1, 2}
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_precision_and_recomputation_count_on_a_mesh(
+    calibration: pathlib.Path, axis: str, precision: str, checkpointing: str
+) -> None:
+    plain = forecast(_run(**{axis: 2}), 2, calibration)
+    model = dataclasses.replace(_TINY, activation_checkpointing=checkpointing)
+    predicted = forecast(_run(model, precision, **{axis: 2}), 2, calibration)
+    if (precision, checkpointing) == ("float32", "none"):
+        assert predicted == plain
+        return
+    assert predicted.memory.parameters == plain.memory.parameters
+    assert 0 < predicted.memory.total < plain.memory.total
+    if checkpointing == "full":
+        assert predicted.step_time_s > plain.step_time_s
+
+
+def test_earlier_runs_on_the_machine_give_intervals(calibration: pathlib.Path) -> None:
+    config = _run(tensor=2)
+    plain = forecast(config, 2, calibration)
+    history = [
+        _earlier(quantity, formula, factor * formula)
+        for quantity, formula in plain.formulas.items()
+        for factor in (1.1, 1.2, 1.3, 1.4, 1.5)
+    ]
+    predicted = forecast(config, 2, calibration, history=history)
+    assert predicted.formulas == plain.formulas
+    for quantity, formula in plain.formulas.items():
+        estimate = predicted.corrected[quantity]
+        assert estimate.value == pytest.approx(1.3 * formula)
+        assert estimate.low is not None
+        assert estimate.high is not None
+        assert 0 < estimate.low < estimate.value < estimate.high
+
+
+def test_without_a_calibration_a_mesh_has_its_memory_only() -> None:
+    predicted = forecast(_run(pipeline=2), 2)
+    assert predicted.step_time_s is None
+    assert predicted.memory.total > 0
+    assert "step_time_s" not in predicted.corrected
+
+
+def test_a_mesh_that_does_not_fit_is_refused() -> None:
+    predicted = forecast(_run(tensor=2), 2)
+    with pytest.raises(UsageError, match="of which activations"):
+        require_fit(predicted, predicted.memory.total - 1)
+    require_fit(predicted, predicted.memory.total)

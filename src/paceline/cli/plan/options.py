@@ -124,8 +124,8 @@ class ClusterOptions:
     ) -> "SearchQuestion":
         """Returns the question for the search."""
         from paceline.planner.calibrations.conventions import Conventions
-        from paceline.planner.cost.framework_memory import PLAIN, find_framework_memory
         from paceline.planner.search.spec import SearchQuestion, training_precision
+        from paceline.predict.cost.framework_memory import PLAIN, find_framework_memory
 
         calibration = self._calibration(self.precision, of_experts=experts is not None)
         conventions, beyond = Conventions(shards_context=runnable), PLAIN

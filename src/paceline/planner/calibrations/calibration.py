@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from paceline.core.specs import Precision
 from paceline.planner.calibrations.conventions import Conventions, conventions, training_precision
-from paceline.planner.cost.cluster import Cluster
-from paceline.planner.cost.layouts import Layouts, Workload
+from paceline.predict.cost.cluster import Cluster
+from paceline.predict.cost.layouts import Layouts, Workload
 
 COVERAGE = 0.9
 WIDENING_PER_DOUBLING = 0.5

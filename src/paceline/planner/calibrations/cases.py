@@ -20,10 +20,10 @@ from paceline.planner.calibrations.conventions import (
     family,
     training_precision,
 )
-from paceline.planner.cost.experts import Experts
-from paceline.planner.cost.framework_memory import find_framework_memory
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload, formula_of, join_shapes
 from paceline.planner.published import PublishedRun, model_of
+from paceline.predict.cost.experts import Experts
+from paceline.predict.cost.framework_memory import find_framework_memory
+from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload, formula_of, join_shapes
 
 Array = npt.NDArray[np.float64]
 

@@ -7,8 +7,8 @@ calibration absorbs the remaining differences. A family joins the versions of on
 import dataclasses
 
 from paceline.core.specs import Precision
-from paceline.planner.cost.layouts import AttentionKernel
 from paceline.planner.published import PublishedRun
+from paceline.predict.cost.layouts import AttentionKernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ from paceline.planner.calibrations.parameters import (
     require_device,
     terms_of,
 )
-from paceline.planner.cost.cluster import Cluster, MeasuredCells, cell_of
-from paceline.planner.cost.step_time import step_time
+from paceline.predict.cost.cluster import Cluster, MeasuredCells, cell_of
+from paceline.predict.cost.step_time import step_time
 
 NOISE = 0.03
 """Assumed spread of repeated measurements, in log seconds."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from paceline.core.errors import HardwareError
 from paceline.core.hardware import find_device, known_devices
-from paceline.planner.cost.cluster import Cluster, MeasuredCells, Tier, Tiers
+from paceline.predict.cost.cluster import Cluster, MeasuredCells, Tier, Tiers
 
 _DTYPES = ("bfloat16", "float16", "float8", "float4")
 

@@ -14,7 +14,7 @@ from paceline.core.errors import DataError, UsageError, did_you_mean
 from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual
 from paceline.planner.calibrations.conventions import device_name
 from paceline.planner.calibrations.parameters import cluster_of, require_device
-from paceline.planner.cost.cluster import MeasuredCells
+from paceline.predict.cost.cluster import MeasuredCells
 
 _DATA = pathlib.Path(__file__).parents[1] / "data" / "calibrations.jsonl"
 

@@ -37,8 +37,8 @@ import numpy.typing as npt
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
 from paceline.core.runnable import Work, refusals
 from paceline.core.specs import Experts
-from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
 from paceline.planner.search.spec import SearchQuestion
+from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
 
 
 class Mesh(NamedTuple):

@@ -7,12 +7,12 @@ import numpy as np
 
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, Estimate, ParallelLayout
 from paceline.core.specs import BatchShape
-from paceline.planner.cost.experts import model_flops_per_token
-from paceline.planner.cost.layouts import SHARDING_STAGES
-from paceline.planner.cost.memory import layout_memory
-from paceline.planner.cost.step_time import step_time
 from paceline.planner.search.candidates import Candidates
 from paceline.planner.search.spec import Costs, SearchQuestion
+from paceline.predict.cost.experts import model_flops_per_token
+from paceline.predict.cost.layouts import SHARDING_STAGES
+from paceline.predict.cost.memory import layout_memory
+from paceline.predict.cost.step_time import step_time
 
 BOUNDS = {
     "compute_s": "compute",

@@ -29,9 +29,9 @@ from collections.abc import Iterator
 
 from paceline.core.plan import Estimate, Plan
 from paceline.core.specs import Experts, ModelShape
-from paceline.planner.cost.layouts import SHARDING_STAGES
 from paceline.planner.search.choice import Choice
 from paceline.planner.search.spec import SearchQuestion
+from paceline.predict.cost.layouts import SHARDING_STAGES
 from paceline.records import encode_plan
 
 

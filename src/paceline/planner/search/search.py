@@ -16,8 +16,6 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape
 from paceline.core.units import format_binary_bytes
-from paceline.planner.cost.memory import layout_memory
-from paceline.planner.cost.step_time import step_time
 from paceline.planner.search.candidates import (
     Array,
     Candidates,
@@ -27,6 +25,8 @@ from paceline.planner.search.candidates import (
 )
 from paceline.planner.search.choice import Choice, choices, layout_at, layout_name
 from paceline.planner.search.spec import Costs, SearchQuestion, describe_fixed
+from paceline.predict.cost.memory import layout_memory
+from paceline.predict.cost.step_time import step_time
 
 _TIE_DIGITS = 9
 

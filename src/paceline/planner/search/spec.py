@@ -14,9 +14,9 @@ from paceline.core.specs import DType, Experts, ModelShape, Precision, require_a
 from paceline.core.units import GB
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.calibrations.conventions import Conventions
-from paceline.planner.cost.cluster import Cluster, Tier, Tiers
-from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.predict.cost.cluster import Cluster, Tier, Tiers
+from paceline.predict.cost.framework_memory import PLAIN, FrameworkMemory
+from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 _CONVENTIONS = {field.name for field in dataclasses.fields(Workload)} & {
     field.name for field in dataclasses.fields(Conventions)

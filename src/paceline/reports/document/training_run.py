@@ -11,6 +11,7 @@ from paceline.reports.evidence.training_run import TrainingRun, read_run
 from paceline.reports.plots.runs.losses import plot_losses, plot_schedule
 from paceline.reports.plots.runs.memory import plot_memory
 from paceline.reports.plots.runs.speed import plot_phases, plot_step_times, plot_throughput
+from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.training_run import (
     evaluations_table,
     events_table,
@@ -54,8 +55,8 @@ def _summary(run: TrainingRun) -> tuple[str, ...]:
         )
     speed = format_decimal(metrics["tokens_per_s"].value, "tokens/s")
     step = format_seconds(metrics["step_time_s"].value)
-    predicted_s = run.expected.step_time_s
-    predicted = "" if predicted_s is None else f", predicted {format_seconds(predicted_s)}"
+    known = run.expected.step_time
+    predicted = "" if known is None else f", predicted {with_interval(known, format_seconds)}"
     return (
         f"{state}: {last:,} of {run.expected.num_steps:,} steps{resumed}. {losses}. {speed}, "
         f"{step} per step{predicted}.",

@@ -31,11 +31,13 @@ def outcome_table(run: TrainingRun) -> Table:
     if (final := expected.final_loss) is not None:
         compared = "heldout_loss" if "heldout_loss" in metrics else "loss"
         predicted[compared] = f"{final.value:.4f} ({final.low:.4f} to {final.high:.4f}) at the end"
-    if expected.memory_bytes is not None:
+    if expected.process_memory is not None:
+        predicted["memory_bytes"] = with_interval(expected.process_memory, format_binary_bytes)
+    elif expected.memory_bytes is not None:
         predicted["memory_bytes"] = f"{format_binary_bytes(expected.memory_bytes)} of tensors"
-    if expected.step_time_s is not None:
-        predicted["step_time_s"] = format_seconds(expected.step_time_s)
-        predicted["tokens_per_s"] = f"{expected.tokens_per_s(expected.step_time_s):,.0f}"
+    if (step := expected.step_time) is not None:
+        predicted["step_time_s"] = with_interval(step, format_seconds)
+        predicted["tokens_per_s"] = f"{expected.tokens_per_s(step.value):,.0f}"
     return Table(
         headers=("", "measured", "predicted"),
         rows=tuple(

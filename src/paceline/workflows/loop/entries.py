@@ -76,15 +76,14 @@ def sweep_entries(
 
 def _formulas(
     config: RunConfig, ranks: int, calibration: pathlib.Path, at_once: int
-) -> tuple[float | None, float | None]:
-    """Returns the step time and memory predicted by the formulas, if available."""
+) -> tuple[float | None, float]:
+    """Returns the step time, if available, and the memory predicted by the formulas."""
     try:
         predicted = forecast(config, ranks, calibration, at_once=at_once)
     except UsageError:
         # A refined run may be too different from the models calibrated before the sweep.
         predicted = forecast(config, ranks)
-    memory = predicted.memory
-    return predicted.step_time_s, None if memory is None else float(memory.total)
+    return predicted.step_time_s, float(predicted.memory.total)
 
 
 def run_entries(

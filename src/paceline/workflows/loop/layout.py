@@ -16,6 +16,7 @@ import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
+from paceline.core.runnable import needs_mesh
 from paceline.core.strategies import StrategyName
 from paceline.predict.backtest import covering_error
 from paceline.predict.calibration import calibrations
@@ -24,6 +25,7 @@ from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
+from paceline.training.layout import layout_of
 from paceline.workflows.loop.directory import (
     ChosenLayout,
     LayoutCandidate,
@@ -148,12 +150,13 @@ def _candidates(
             continue
         for strategy in ("none",) if count == 1 else PREDICTED[1:]:
             config = final_config(base, run, pathlib.Path("run"), _named(strategy))
-            predicted = forecast(config, count, calibration)
-            if predicted.step_time_s is None or predicted.memory is None:
+            if needs_mesh(layout_of(config, count)):
                 raise UsageError(
                     "the loop predicts data-parallel runs; leave parallel.tensor and the other "
                     "axes of the config at 1"
                 )
+            predicted = forecast(config, count, calibration)
+            assert predicted.step_time_s is not None
             found.append(
                 LayoutCandidate(
                     ranks=count,

@@ -6,7 +6,7 @@ import numpy as np
 
 from paceline.core.plan import ParallelLayout
 from paceline.parallel.mesh.groups import coordinates_of, describe
-from paceline.planner.cost.layouts import AXES, Layouts
+from paceline.predict.cost.layouts import AXES, Layouts
 
 LAYOUT = ParallelLayout(
     pipeline=3, replicate=2, shard=2, context=2, tensor=4, sharding="parameters"

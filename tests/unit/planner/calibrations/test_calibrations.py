@@ -30,8 +30,8 @@ from paceline.planner.calibrations.store import (
     read_calibrations,
     write_calibrations,
 )
-from paceline.planner.cost.layouts import Layouts, Workload
 from paceline.planner.published import PublishedRun, published_runs
+from paceline.predict.cost.layouts import Layouts, Workload
 
 TRUE = {
     "matmul_share": 0.6,

@@ -10,10 +10,10 @@ import numpy as np
 from paceline.core import ModelShape, find_device
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import Experts
-from paceline.planner.cost.layouts import Layouts
-from paceline.planner.cost.memory import layout_memory
-from paceline.planner.cost.step_time import step_time
 from paceline.planner.search.spec import Costs, SearchQuestion, assumed_costs, training_precision
+from paceline.predict.cost.layouts import Layouts
+from paceline.predict.cost.memory import layout_memory
+from paceline.predict.cost.step_time import step_time
 
 H100 = find_device("h100-sxm")
 COSTS = assumed_costs(H100, "bfloat16")

@@ -13,7 +13,6 @@ from paceline.core import ParallelLayout, ShapeError, UsageError, model_preset
 from paceline.core.presets import find_preset
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.calibrations.store import known_calibrations
-from paceline.planner.cost.experts import model_flops_per_token
 from paceline.planner.search.advice import compare
 from paceline.planner.search.budget import estimate_run
 from paceline.planner.search.candidates import Mesh, candidate_chunks, candidates_of, expert_sizes
@@ -27,6 +26,7 @@ from paceline.planner.search.exports import (
 )
 from paceline.planner.search.search import NoLayoutError, search
 from paceline.planner.search.spec import SearchQuestion, assumed_costs, parse_fixed
+from paceline.predict.cost.experts import model_flops_per_token
 from paceline.records import decode_plan
 from paceline.training.plan import read_plan
 from tests.unit.planner.search.search_cases import (

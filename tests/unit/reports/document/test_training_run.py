@@ -14,7 +14,13 @@ from paceline.records import capture_environment
 from paceline.reports.document.training_run import run_page, write_run_page
 from paceline.reports.evidence.training_run import read_run
 from paceline.training.metrics import EventRow, Expectation, MetricsFile, MetricsRow
-from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+from tests.unit.training.metrics.row_factory import (
+    CORRECTED,
+    evaluation_row,
+    expectation,
+    started,
+    step_row,
+)
 
 
 def _write(
@@ -64,6 +70,15 @@ def test_a_page_has_everything_and_loads_nothing(tmp_path: pathlib.Path) -> None
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
     # Figures come before tables.
     assert page.index("<img") < page.index("<table")
+
+
+def test_a_page_has_the_intervals_of_its_predictions(tmp_path: pathlib.Path) -> None:
+    known = expectation(step_time_s=0.4, corrected=CORRECTED)
+    directory = _write(tmp_path / "run", _rows(), known)
+    write_run_page(directory, tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert page.count("450 ms (300 ms to 600 ms)") == 2
+    assert "512.00 MiB (256.00 MiB to 1.00 GiB)" in page
 
 
 def test_the_command_prints_where_the_page_is(

@@ -15,8 +15,8 @@ from paceline.models import TransformerLM
 from paceline.models.hugging_face.files import read_weights
 from paceline.training.exchange import export_model, import_model, open_saved_model
 from paceline.training.toml_config import decode_config
-from tests.unit.data.s3_server import s3_server
 from tests.unit.checkpoint.runs import save_steps
+from tests.unit.data.s3_server import s3_server
 from tests.unit.training.exchange.small_runs import SHAPE, save_run
 
 

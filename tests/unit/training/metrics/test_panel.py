@@ -7,7 +7,13 @@ import pytest
 from rich.console import Console
 
 from paceline.training.panel import PanelObserver, sparkline
-from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+from tests.unit.training.metrics.row_factory import (
+    CORRECTED,
+    evaluation_row,
+    expectation,
+    started,
+    step_row,
+)
 
 
 def _shown(width: int = 80, encoding: str = "utf-8", **known: Any) -> str:
@@ -40,6 +46,15 @@ def test_everything_that_is_known_is_shown() -> None:
         "512.00 MiB of 1.00 GiB (50%); tensors predicted 256.00 MiB",
         "30 s (30 s to 30 s)",
         "started from step 0",
+    ):
+        assert text in shown, shown
+
+
+def test_predictions_corrected_by_earlier_runs_have_their_intervals() -> None:
+    shown = _shown(width=200, step_time_s=0.4, memory_bytes=2**28, corrected=CORRECTED)
+    for text in (
+        "; predicted 450 ms (300 ms to 600 ms), measured +11%",
+        "512.00 MiB; predicted 512.00 MiB (256.00 MiB to 1.00 GiB)",
     ):
         assert text in shown, shown
 

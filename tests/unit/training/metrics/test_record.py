@@ -12,6 +12,7 @@ from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
 from paceline.reports.tables.table import records_table, render_markdown
 from paceline.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, StepConfig
+from paceline.training.forecast import forecast
 from paceline.training.metrics import EventRow, MetricsFile
 from paceline.training.observers import FileObserver
 from paceline.training.record import RecordObserver, run_case
@@ -73,6 +74,18 @@ def test_of_a_foreign_model_only_the_name_is_known(config: RunConfig) -> None:
     foreign = dataclasses.replace(config, model=ModelConfig(hugging_face="models/gpt2"))
     case = run_case(foreign, _SESSION)
     assert (case["model"], case["d_model"], case["attention"]) == ("gpt2", None, "transformers")
-    known = expect(foreign, _SESSION, None)
+    known = expect(foreign, _SESSION, 2, None)
     assert (known.flops_per_step, known.memory_bytes) == (None, None)
-    assert expect(config, _SESSION, None).memory_bytes is not None
+
+
+def test_an_expectation_has_the_forecast(config: RunConfig) -> None:
+    run = dataclasses.replace(
+        config,
+        training=StepConfig(batch_size=16, micro_batch_size=4),
+        parallel=ParallelConfig(pipeline=2),
+    )
+    predicted = forecast(run, 2)
+    known = expect(run, _SESSION, 2, predicted)
+    assert known.memory_bytes == predicted.memory.total
+    assert known.corrected == predicted.corrected
+    assert known.step_time is None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paceline.records import Metric
 from paceline.training.metrics import (
     EventRow,
     MetricsRow,
@@ -10,7 +11,13 @@ from paceline.training.metrics import (
     run_metrics,
     steady_steps,
 )
-from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+from tests.unit.training.metrics.row_factory import (
+    CORRECTED,
+    evaluation_row,
+    expectation,
+    started,
+    step_row,
+)
 
 
 def _saved(step: int) -> EventRow:
@@ -71,6 +78,15 @@ def test_metrics_have_what_is_known() -> None:
     few = run_metrics([started(), step_row(1)], expectation())
     assert set(few) == {"loss", "tokens", "step_time_s", "tokens_per_s"}
     assert run_metrics([started()], expectation()) == {}
+
+
+def test_predictions_are_recorded_with_their_intervals() -> None:
+    metrics = run_metrics(_rows(), expectation(step_time_s=0.4, corrected=CORRECTED))
+    for predicted, quantity in (
+        ("predicted_step_time_s", "step_time_s"),
+        ("predicted_memory_bytes", "memory_bytes"),
+    ):
+        assert metrics[predicted] == Metric.from_estimate(CORRECTED[quantity])
 
 
 def test_long_runs_keep_some_of_their_samples() -> None:

@@ -17,6 +17,7 @@ from paceline.reports.plots.runs.lines import (
     smoothed,
 )
 from paceline.reports.plots.style import COLORS, GRAY, blank_figure
+from paceline.reports.tables.columns import with_interval
 from paceline.training.metrics import phase_times, steady_steps
 
 _PHASES = {
@@ -39,8 +40,8 @@ def plot_throughput(run: TrainingRun) -> Figure:
     # The median, because the time of a step after an evaluation or a checkpoint includes it.
     line = smoothed(steps, speeds, statistics.median)
     axes.plot(*line, color=MEASURED, label="median of neighbouring steps")
-    if expected.step_time_s is not None:
-        predicted = expected.tokens_per_s(expected.step_time_s)
+    if (step := expected.step_time) is not None:
+        predicted = expected.tokens_per_s(step.value)
         axes.axhline(predicted, color=PREDICTED, linestyle="--", label="predicted")
     if expected.peak_flops_per_s is not None and expected.flops_per_step is not None:
         per_token = expected.flops_per_step / expected.tokens_per_step / expected.peak_flops_per_s
@@ -59,8 +60,8 @@ def plot_throughput(run: TrainingRun) -> Figure:
 
 def plot_step_times(run: TrainingRun) -> Figure:
     """Draws a histogram of step times, with the predicted step time."""
-    is_predicted = run.expected.step_time_s is not None
-    title = "Step time: predicted against measured" if is_predicted else "Step time"
+    predicted = run.expected.step_time
+    title = "Step time" if predicted is None else "Step time: predicted against measured"
     figure, axes = run_figure(title, run)
     times = [1e3 * row.step_time_s for row in steady_steps(run.rows) or run.steps]
     median = statistics.median(times)
@@ -71,10 +72,10 @@ def plot_step_times(run: TrainingRun) -> Figure:
     label = f"{len(times):,} steps" + (f", {beyond:,} of them beyond the picture" if beyond else "")
     axes.hist(shown, bins=40, color=MEASURED, alpha=0.7, label=label)
     axes.axvline(median, color=MEASURED, label=f"median {format_seconds(median / 1e3)}")
-    if (predicted_s := run.expected.step_time_s) is not None:
-        error = median / 1e3 / predicted_s - 1
-        label = f"predicted {format_seconds(predicted_s)}, measured {error:+.0%}"
-        axes.axvline(1e3 * predicted_s, color=PREDICTED, linestyle="--", label=label)
+    if predicted is not None:
+        error = median / 1e3 / predicted.value - 1
+        label = f"predicted {with_interval(predicted, format_seconds)}, measured {error:+.0%}"
+        axes.axvline(1e3 * predicted.value, color=PREDICTED, linestyle="--", label=label)
     axes.set_xlabel("step time (ms)")
     axes.set_ylabel("steps")
     axes.legend()

@@ -5,9 +5,9 @@ from paceline.accounting.parameters import count_parameters
 from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.core.specs import Precision
-from paceline.planner.cost.activations import stage_loads
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import layout_memory
+from paceline.predict.cost.activations import stage_loads
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import layout_memory
 
 _SHAPE = model_preset("bytes-6M")
 

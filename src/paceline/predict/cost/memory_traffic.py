@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 Division = Literal["stream", "tensor"]
 """stream: divided over tensor ranks only with sequence parallelism; tensor: always."""

@@ -8,11 +8,11 @@ import pytest
 
 from paceline.core import ModelShape, ParallelLayout, UsageError, precision_preset
 from paceline.core.units import GIB, KIB, MIB, TIB
-from paceline.planner.cost.cluster import Tier, Tiers
-from paceline.planner.cost.explain import explain_layout
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import layout_memory
-from paceline.planner.cost.step_time import Cluster, step_time
+from paceline.predict.cost.cluster import Tier, Tiers
+from paceline.predict.cost.explain import explain_layout
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import layout_memory
+from paceline.predict.cost.step_time import Cluster, step_time
 
 CLUSTER = Cluster(
     flops_per_s=1.5e14,

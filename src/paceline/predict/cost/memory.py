@@ -13,7 +13,7 @@ by `shard`. Replicas of the shards, as in hybrid sharding, do not reduce memory:
     buckets           a second copy of gradients, if buckets do not share their memory; with
                       sharded gradients, two units in flight
 
-For activations see `paceline.planner.cost.activations`. The activation peak is the larger of two
+For activations see `paceline.predict.cost.activations`. The activation peak is the larger of two
 stages. The first stage keeps the most activations, plus one block while it is recomputed. The last
 stage has the fewest micro-batches in flight, plus the logits of one.
 
@@ -21,7 +21,7 @@ The largest stage of a pipeline has ceil(L / p) blocks and the embedding or the 
 L + 2 blocks divide evenly and L do not, embedding and output layer count as one block each, as in
 BLOOM and Llama 3. The largest stage then has (L + 2) / p blocks, or one less and the embedding. For
 Paceline's trainer it is the largest of the trainer's stages (`paceline.accounting.flops`), which
-balance the work. `paceline.planner.cost.framework_memory` adds framework-specific memory.
+balance the work. `paceline.predict.cost.framework_memory` adds framework-specific memory.
 
 A mixture has E experts in most of its blocks. Each of x expert ranks holds E / x whole experts:
 tensor ranks do not divide them, as in Megatron with one expert tensor rank. A ZeRO stage shards
@@ -29,7 +29,7 @@ them over the t c s / x ranks, of s shards, that hold the same experts:
 
     experts           m h f E / x weights per block with experts, over t c s / x ranks
     router            h E weights per block with experts, over the shards
-    all others        as above, without either of them (`paceline.planner.cost.experts`)
+    all others        as above, without either of them (`paceline.predict.cost.experts`)
 
 The largest stage has experts in all of its blocks, if the model has that many blocks with experts.
 """
@@ -43,7 +43,7 @@ import numpy as np
 
 from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import ParameterCount, count_parameters
-from paceline.planner.cost.activations import (
+from paceline.predict.cost.activations import (
     block_bytes_per_token,
     blocks_in_flight,
     kept_activations,
@@ -52,13 +52,13 @@ from paceline.planner.cost.activations import (
     trainer_loads,
     whole_sequence_bytes,
 )
-from paceline.planner.cost.experts import (
+from paceline.predict.cost.experts import (
     Experts,
     expert_parameters,
     other_parameters,
     router_parameters,
 )
-from paceline.planner.cost.layouts import SHARDING_STAGES, Layouts, Workload
+from paceline.predict.cost.layouts import SHARDING_STAGES, Layouts, Workload
 
 _UNITS_REDUCED = 2
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.accounting.collectives import ring_time_s, tree_all_reduce_time_s
 from paceline.core import UsageError
-from paceline.planner.cost.cluster import (
+from paceline.predict.cost.cluster import (
     Tier,
     Tiers,
     collective_time_s,

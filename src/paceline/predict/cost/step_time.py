@@ -57,8 +57,8 @@ from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal, format_seconds
-from paceline.planner.cost.cluster import Cluster
-from paceline.planner.cost.communication import (
+from paceline.predict.cost.cluster import Cluster
+from paceline.predict.cost.communication import (
     MeshSpans,
     all_to_all_time_s,
     context_time_s,
@@ -69,9 +69,9 @@ from paceline.planner.cost.communication import (
     pipeline_time_s,
     tensor_time_s,
 )
-from paceline.planner.cost.experts import inactive_parameters
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
-from paceline.planner.cost.memory_traffic import (
+from paceline.predict.cost.experts import inactive_parameters
+from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.predict.cost.memory_traffic import (
     elementwise_bytes,
     loss_bytes,
     num_kernels,

@@ -10,11 +10,11 @@ from paceline.accounting.explanation import Explanation, Quantity, WorkedLine, f
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
-from paceline.planner.cost.activations import kept_activations, logit_bytes, recomputed_bytes
-from paceline.planner.cost.cluster import Cluster
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import LayoutMemory, layout_memory, state_quantities
-from paceline.planner.cost.step_time import step_quantities
+from paceline.predict.cost.activations import kept_activations, logit_bytes, recomputed_bytes
+from paceline.predict.cost.cluster import Cluster
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import LayoutMemory, layout_memory, state_quantities
+from paceline.predict.cost.step_time import step_quantities
 
 _NAMED_AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 

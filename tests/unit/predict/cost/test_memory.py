@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from paceline.accounting import count_parameters, model_state_bytes
 from paceline.core import ModelShape, ParallelLayout, Precision, precision_preset
 from paceline.core.units import GIB
-from paceline.planner.cost.activations import kept_activations
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import (
+from paceline.predict.cost.activations import kept_activations
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import (
     StateBytes,
     layout_memory,
     layout_state_bytes,
     stage_parameters,
 )
-from tests.unit.planner.cost.megatron_cases import megatron_shape
+from tests.unit.predict.cost.megatron_cases import megatron_shape
 
 # Name: width, heads, layers, pipeline, interleave, micro-batch, and figure 1 in GiB per GPU:
 # parameters and optimizer, activations, activations with sequence parallelism and selective

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.core import BatchShape, ModelShape, ParallelLayout, Precision, precision_preset
-from paceline.planner.cost.activations import block_bytes_per_token, kept_activations
-from paceline.planner.cost.layouts import Layouts, Workload
+from paceline.predict.cost.activations import block_bytes_per_token, kept_activations
+from paceline.predict.cost.layouts import Layouts, Workload
 from tests.unit.accounting.memory.activation_cases import block_bytes
 
 SEQUENCES, LENGTH, NUM_BLOCKS = 3, 20, 2

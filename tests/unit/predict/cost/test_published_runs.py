@@ -7,10 +7,10 @@ import pytest
 from scipy.optimize import brentq, least_squares
 
 from paceline.core import ModelShape, ParallelLayout, Precision, find_device
-from paceline.planner.cost.cluster import Tier, Tiers
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.step_time import Cluster, step_time
-from tests.unit.planner.cost.megatron_cases import megatron_shape
+from paceline.predict.cost.cluster import Tier, Tiers
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.step_time import Cluster, step_time
+from tests.unit.predict.cost.megatron_cases import megatron_shape
 
 # Width, heads, layers, pipeline, interleave, sequences, micro-batch, and seconds per iteration on
 # A100s with 80 GB: with full recomputation, and with selective recomputation and sequence

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.plan import ParallelLayout
-from paceline.planner.trainer_memory import backward_passes
+from paceline.predict.trainer_memory import backward_passes
 
 
 def test_one_rank_keeps_one_micro_batch() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters, flops_per_token
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
-from paceline.planner.cost.cluster import Tier, Tiers
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
-from paceline.planner.cost.step_time import (
+from paceline.predict.cost.cluster import Tier, Tiers
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
+from paceline.predict.cost.step_time import (
     Cluster,
     StepTime,
     flops_per_pass,

@@ -21,8 +21,8 @@ from paceline.accounting.collectives import Numbers
 from paceline.core.errors import UsageError
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
-from paceline.planner.cost.experts import Experts
-from paceline.planner.cost.framework_memory import PLAIN, FrameworkMemory
+from paceline.predict.cost.experts import Experts
+from paceline.predict.cost.framework_memory import PLAIN, FrameworkMemory
 
 Integers = npt.NDArray[np.int64]
 Axis = Literal["tensor", "context", "shard", "replicate", "pipeline"]

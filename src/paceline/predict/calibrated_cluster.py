@@ -1,17 +1,17 @@
-"""Converts a `paceline calibrate` measurement to the planner's `Cluster`.
+"""Converts a `paceline calibrate` measurement to the `Cluster` of the cost formulas.
 
 A calibration predicts one rank's pass segment by segment. This module converts its seconds to rates
-with which the planner's formulas reproduce those seconds for the same pass on one rank:
+with which the cost formulas reproduce those seconds for the same pass on one rank:
 
     matmuls       FLOPs of the matrices over the seconds of all linear layers
     attention     FLOPs of attention over its seconds
-    memory        bytes of elementwise kernels, as the planner counts them, over their seconds
-    launches      seconds of all launches over the planner's number of kernels
-    optimizer     bytes of an update, as the planner counts them, over the seconds of fused AdamW
+    memory        bytes of elementwise kernels, as the formulas count them, over their seconds
+    launches      seconds of all launches over the formulas' number of kernels
+    optimizer     bytes of an update, as the formulas count them, over the seconds of fused AdamW
     engine        seconds of a narrow block under each layout minus those on one rank; on one rank,
                   minus its launches. FSDP2's share is split evenly over its three collectives
 
-The planner models the effect of a layout on these rates. Links come from the last segment of the
+The formulas model the effect of a layout on these rates. Links come from the last segment of the
 all-reduce fit, interpreted as a ring of p ranks: latency / 2(p - 1) per hop, 2(p - 1) / p of the
 bandwidth. Ranks on several hosts have two tiers if one host was also calibrated separately.
 """
@@ -21,11 +21,11 @@ import numpy as np
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import BatchShape
-from paceline.planner.cost.cluster import NO_ENGINE, Cluster, Engine, Tier, Tiers
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
-from paceline.planner.cost.step_time import flops_per_pass
 from paceline.predict.calibration import Calibration
+from paceline.predict.cost.cluster import NO_ENGINE, Cluster, Engine, Tier, Tiers
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
+from paceline.predict.cost.step_time import flops_per_pass
 from paceline.predict.step import compute_time
 
 _COLLECTIVES_OF_A_SHARD = 3

@@ -9,10 +9,10 @@ import pytest
 _MILLION = """
 import sys, time
 import numpy as np
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import layout_memory
-from paceline.planner.cost.cluster import Tier, Tiers
-from paceline.planner.cost.step_time import Cluster, step_time
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import layout_memory
+from paceline.predict.cost.cluster import Tier, Tiers
+from paceline.predict.cost.step_time import Cluster, step_time
 from paceline.core import ModelShape, Precision
 
 size = 10**6

@@ -15,23 +15,23 @@ from paceline.core import ModelShape, ParallelLayout, Precision, find_device
 from paceline.core.errors import HardwareError
 from paceline.core.presets import find_preset, mixture_names
 from paceline.planner.calibrations.cases import group_cases, predictable
-from paceline.planner.cost.activations import kept_activations, routed_bytes
-from paceline.planner.cost.experts import (
+from paceline.planner.published import published_models, published_runs
+from paceline.predict.cost.activations import kept_activations, routed_bytes
+from paceline.predict.cost.experts import (
     Experts,
     all_parameters,
     model_flops_per_token,
     other_parameters,
     router_parameters,
 )
-from paceline.planner.cost.framework_memory import FrameworkMemory, usable_bytes
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
-from paceline.planner.cost.memory import (
+from paceline.predict.cost.framework_memory import FrameworkMemory, usable_bytes
+from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.predict.cost.memory import (
     blocks_with_experts,
     expert_shards,
     layout_memory,
     layout_state_bytes,
 )
-from paceline.planner.published import published_models, published_runs
 
 MIXED = Precision(parameters="bfloat16", compute="bfloat16", master_weights=True)
 # Counts of the published weight indices, less parameters that are not modelled: query and key norms

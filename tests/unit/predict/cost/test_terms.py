@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
-from paceline.planner.cost.cluster import Cluster, MeasuredCells, Tier, Tiers, cell_of
-from paceline.planner.cost.communication import (
+from paceline.predict.cost.cluster import Cluster, MeasuredCells, Tier, Tiers, cell_of
+from paceline.predict.cost.communication import (
     MeshSpans,
     all_to_all_time_s,
     data_slowdown,
     gradient_time_s,
 )
-from paceline.planner.cost.experts import Experts, inactive_parameters
-from paceline.planner.cost.layouts import Layouts, Workload, join_shapes
-from paceline.planner.cost.memory_traffic import loss_bytes, num_kernels
-from paceline.planner.cost.step_time import flops_per_pass, small_matmul_flops, step_time
+from paceline.predict.cost.experts import Experts, inactive_parameters
+from paceline.predict.cost.layouts import Layouts, Workload, join_shapes
+from paceline.predict.cost.memory_traffic import loss_bytes, num_kernels
+from paceline.predict.cost.step_time import flops_per_pass, small_matmul_flops, step_time
 
 SHAPE = ModelShape(vocab_size=1000, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
 TIERS = Tiers(

@@ -32,9 +32,9 @@ from paceline.accounting.collectives import Numbers
 from paceline.accounting.explanation import Quantity, first_number
 from paceline.accounting.overlap import least_exposed_s
 from paceline.core.units import format_seconds
-from paceline.planner.cost.cluster import Cluster, Span, Tiers, collective_time_s, send_time_s
-from paceline.planner.cost.experts import Experts
-from paceline.planner.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
+from paceline.predict.cost.cluster import Cluster, Span, Tiers, collective_time_s, send_time_s
+from paceline.predict.cost.experts import Experts
+from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@ import pytest
 from paceline.benchmarks.config import parse_layout
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape
-from paceline.planner.trainer_memory import TrainerStep, trainer_peak_bytes
+from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 
 _MEASURED = {
     "replicate=4,micro=2": 149_513_452,
@@ -37,7 +37,7 @@ def _peak(text: str, shape: ModelShape, batch_size: int = 8, context_length: int
         micro_batch=written.micro_batch,
         num_micro_batches=batch_size // (written.layout.data_parallel * written.micro_batch),
     )
-    return trainer_peak_bytes(written.layout, step)
+    return trainer_memory(written.layout, step).total
 
 
 @pytest.mark.parametrize("layout", _MEASURED)

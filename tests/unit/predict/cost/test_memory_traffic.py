@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory_traffic import (
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory_traffic import (
     elementwise_bytes,
     elementwise_operations,
     loss_bytes,

@@ -55,8 +55,8 @@ from paceline.accounting.explanation import Quantity
 from paceline.accounting.flops import divide_into_stages
 from paceline.accounting.parameters import count_parameters
 from paceline.core.specs import ModelShape
-from paceline.planner.cost.experts import Experts
-from paceline.planner.cost.layouts import CHECKPOINTING, Layouts, Workload
+from paceline.predict.cost.experts import Experts
+from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 
 class StageLoads(NamedTuple):

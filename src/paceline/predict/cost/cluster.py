@@ -41,7 +41,7 @@ import numpy.typing as npt
 from paceline.accounting.collectives import Numbers, ring_time_s, tree_all_reduce_time_s
 from paceline.core.errors import UsageError
 from paceline.core.strategies import Operation
-from paceline.planner.cost.layouts import Integers
+from paceline.predict.cost.layouts import Integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

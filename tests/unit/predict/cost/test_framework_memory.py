@@ -13,15 +13,15 @@ import pytest
 from paceline.core import ModelShape, ParallelLayout, Precision
 from paceline.core.hardware import find_device
 from paceline.core.units import GIB
-from paceline.planner.cost.activations import block_bytes_per_token, odd_matmul_bytes
-from paceline.planner.cost.framework_memory import (
+from paceline.predict.cost.activations import block_bytes_per_token, odd_matmul_bytes
+from paceline.predict.cost.framework_memory import (
     PLAIN,
     FrameworkMemory,
     find_framework_memory,
     usable_bytes,
 )
-from paceline.planner.cost.layouts import Layouts, Workload
-from paceline.planner.cost.memory import layout_memory, layout_state_bytes, stage_parameters
+from paceline.predict.cost.layouts import Layouts, Workload
+from paceline.predict.cost.memory import layout_memory, layout_state_bytes, stage_parameters
 
 LLAMA = ModelShape(
     vocab_size=128_256,

@@ -11,8 +11,8 @@ experts has
 
 Each token uses m h f k of the expert weights. The shape's parameter count includes these and all
 others. FLOPs are 6 per active weight. The router's FLOPs are ignored: they are less than 1% of a
-block's. For states see `paceline.planner.cost.memory`, for activations
-`paceline.planner.cost.activations`, for all-to-alls `paceline.planner.cost.communication`.
+block's. For states see `paceline.predict.cost.memory`, for activations
+`paceline.predict.cost.activations`, for all-to-alls `paceline.predict.cost.communication`.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Peak memory of a step of Paceline's trainer under a layout, on the rank that uses the most.
 
-`paceline.planner.cost.memory` estimates any framework for millions of layouts at once. This module
-models one step of Paceline's trainer: float32 without recomputation, run by torch's FSDP2 and
-pipeline schedules on a CPU, where every collective has finished when its call returns.
+`paceline.predict.cost.memory` estimates any framework for millions of layouts at once. This
+module models one step of Paceline's trainer, run by torch's FSDP2 and pipeline schedules on a CPU,
+where every collective has finished when its call returns.
 `paceline.accounting.flops` assigns blocks to stages. T is the tokens of a micro-batch on a rank, t
 the tensor ranks, c the context ranks, S the ranks that states are sharded over. u is the bytes of a
 block, the unit that FSDP2 gathers or averages at once. The rest of a stage is another unit, the
@@ -26,6 +26,10 @@ root.
                       ranks, and its output twice, since heads are concatenated for the output
                       projection. The gated layer keeps four tensors. With sequence parallelism
                       norms keep 4 h / t, and their gathered outputs 2 h
+    recomputation     a block keeps its input only, and everything else again during its backward
+    bfloat16          autocast: weights, gradients and residual stream stay in float32. A block
+                      keeps the fraction of its float32 activations, and the copies of its weights,
+                      that `paceline.accounting.memory.activations` counts on one device
     stage's output    kept for each micro-batch in flight
 
 The peak is the largest sum over these moments: before the last block is gathered; at the head; at
@@ -49,9 +53,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.accounting.flops import divide_into_stages
+from paceline.accounting.memory.activations import SavedForBackward, count_activations
+from paceline.accounting.memory.step import MemoryParts
 from paceline.accounting.parameters import count_parameters
 from paceline.core.plan import ParallelLayout
-from paceline.core.specs import ModelShape
+from paceline.core.specs import BatchShape, ModelShape, Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +100,8 @@ def backward_passes(
 
 
 _BYTES = 4
-_STATES = 3
-"""A parameter and its two AdamW moments."""
+_MOMENTS = 2
+"""Values that AdamW keeps for each parameter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +112,7 @@ class TrainerStep:
     context_length: int
     micro_batch: int
     num_micro_batches: int
+    precision: Precision = dataclasses.field(default_factory=Precision)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +127,8 @@ class _Sizes:
     """One weight matrix of the feed-forward layer."""
     kept: float
     """Activations of one micro-batch that a block keeps for backward."""
+    recomputed: float
+    """Activations that a block computes again during its backward; 0 without recomputation."""
     stream: float
     hidden: float
     """One hidden tensor of the feed-forward layer."""
@@ -148,19 +157,22 @@ class _Stage:
         return self.root_gradient + self.num_blocks * block
 
 
-def trainer_peak_bytes(layout: ParallelLayout, step: TrainerStep) -> float:
-    """Returns the peak memory of a step on the rank that uses the most.
+def trainer_memory(layout: ParallelLayout, step: TrainerStep) -> MemoryParts:
+    """Returns the peak memory of a step on the rank that uses the most, by part.
+
+    Gradients are those that the optimizer updates with; at the peak, activations may still have
+    their place.
 
     Args:
         layout: A layout that the trainer supports.
         step: The model and the micro-batches.
     """
     sizes = _sizes(layout, step)
-    peaks = []
+    ranks = []
     for rank in range(layout.pipeline):
         stages = _stages(layout, step, sizes, rank)
-        peaks.append(_Rank(layout, step, sizes, stages).peak(rank))
-    return max(peaks)
+        ranks.append(_Rank(layout, step, sizes, stages).memory(rank))
+    return max(ranks, key=lambda parts: parts.total)
 
 
 def _sizes(layout: ParallelLayout, step: TrainerStep) -> _Sizes:
@@ -172,16 +184,45 @@ def _sizes(layout: ParallelLayout, step: TrainerStep) -> _Sizes:
     norms = (4 / split + 2) * shape.d_model
     keys = 2 * layout.context * shape.key_value_width
     divided = 3 * shape.attention_width + keys + 4 * shape.d_ff
+    stream = numbers * shape.d_model / split
+    activations = _in_precision(numbers * (norms + divided / tensor), tensor, step)
+    recomputes = layout.activation_checkpointing == "full"
     return _Sizes(
         block=_BYTES * (matrices / tensor + 2 * shape.d_model),
         embedding=_BYTES * counted.embedding / tensor,
         head=_BYTES * shape.vocab_size * shape.d_model / tensor,
         matrix=_BYTES * shape.d_model * shape.d_ff / tensor,
-        kept=numbers * (norms + divided / tensor),
-        stream=numbers * shape.d_model / split,
+        kept=stream if recomputes else activations,
+        recomputed=activations if recomputes else 0.0,
+        stream=stream,
         hidden=numbers * shape.d_ff / tensor,
         logits=numbers * shape.vocab_size / tensor,
         tables=_BYTES * shape.max_context_length * shape.head_width,
+    )
+
+
+def _in_precision(float32_bytes: float, tensor: int, step: TrainerStep) -> float:
+    """Returns the bytes that a block keeps in the step's precision, from those in float32."""
+    if step.precision == Precision():
+        return float32_bytes
+    ours, float32 = (
+        _saved_by_block(step, precision) for precision in (step.precision, Precision())
+    )
+    return float32_bytes * ours.activations / float32.activations + ours.weight_copies / tensor
+
+
+def _saved_by_block(step: TrainerStep, precision: Precision) -> SavedForBackward:
+    """Returns what a block saves for backward on one device: what a second block adds."""
+    batch = BatchShape(num_sequences=step.micro_batch, context_length=step.context_length)
+    one, two = (
+        count_activations(
+            dataclasses.replace(step.shape, num_layers=number), batch, precision=precision
+        ).saved
+        for number in (1, 2)
+    )
+    return SavedForBackward(
+        activations=two.activations - one.activations,
+        weight_copies=two.weight_copies - one.weight_copies,
     )
 
 
@@ -227,11 +268,17 @@ class _Rank:
         self._buffer = sizes.block if self._shards > 1 else 0.0
         self._whole = sum(stage.parameters(sizes.block) for stage in stages)
 
-    def peak(self, rank: int) -> float:
-        states = self._sizes.tables + _STATES * self._whole / self._shards
+    def memory(self, rank: int) -> MemoryParts:
+        own = self._whole / self._shards
         passes = backward_passes(self._layout, rank, self._step.num_micro_batches)
         moments = [moment for each in passes for moment in self._moments(each)]
-        return states + max(*moments, self._whole / self._shards)
+        return MemoryParts(
+            parameters=round(own),
+            gradients=round(own),
+            optimizer_state=round(_MOMENTS * own),
+            buffers=round(self._sizes.tables),
+            activations=round(max(*moments, own) - own),
+        )
 
     def _moments(self, each: BackwardPass) -> Iterator[float]:
         """Yields the memory in use besides the states, at each moment that may be the peak."""
@@ -279,12 +326,14 @@ class _Rank:
         sizes, blocks = self._sizes, stage.num_blocks
         for done in sorted({0, min(1, blocks - 1), blocks - 1}):
             there = self._while_block_runs(stage, done, is_first) - done * sizes.kept
+            there += sizes.recomputed
             prefetched = self._buffer if self._reshards and done < blocks - 1 else 0.0
             yield there + 2 * prefetched
             there += prefetched
             if is_first:
                 yield there + sizes.stream + 2 * sizes.hidden + sizes.matrix
-                yield there - sizes.kept + 6 * sizes.stream + sizes.block
+                freed = sizes.kept + sizes.recomputed
+                yield there - freed + 6 * sizes.stream + sizes.block
             else:
                 yield there + sizes.stream + sizes.hidden + max(sizes.hidden, sizes.matrix)
         # The embedding is last. Its gradient is added to that of earlier micro-batches.
