@@ -2,30 +2,19 @@
 
     python scripts/figures.py
 
-A test compares the tables with the committed files, so that docs and records stay consistent.
+Studies have programs that make their own tables and figures, which this one runs at the end. A test
+compares all tables with the committed files, so that docs and records stay consistent.
 """
 
 import io
 import json
 import pathlib
-import re
+import subprocess
 import sys
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from docs_diagrams import plot_stages
-from docs_plans import plan_front, plan_tables, validation_tables
-from docs_tables import (
-    data_loader_table,
-    data_prepare_table,
-    data_resume_table,
-    repeats_table,
-    train_continue_table,
-)
-from gallery import gallery
-from layout_tables import LAYOUT_TERMS, layout_times_table, layouts_table, read_study, scale_table
-from loop_tables import draw_errors, draw_target, loop_tables
-from reliability_tables import kills_table, recovery_table, reliability_table, replicas_table
+from docs_pages import benchmarks, gallery
 from rich.console import Console
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
@@ -38,21 +27,12 @@ from paceline.lab.chaos.records import FAULT
 from paceline.planner.goodput.options import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
 from paceline.planner.goodput.scenario import best_interval_s, goodput, interruption_interval_s
 from paceline.planner.goodput.simulate import GOODPUT, REPLAY
-from paceline.predict.backtest import (
-    HeldOutPrediction,
-    backtest_cases,
-    leave_one_out,
-    predict_others,
-)
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.training_run import read_run
-from paceline.reports.plots.backtest import plot_backtest
 from paceline.reports.plots.diagrams.attention import plot_tiles
 from paceline.reports.plots.diagrams.overlap import plot_designs
 from paceline.reports.plots.document_lengths import plot_document_lengths
-from paceline.reports.plots.planning.published_memory import plot_published_memory
-from paceline.reports.plots.planning.validation import plot_validation
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.reliability.chaos import plot_chaos
 from paceline.reports.plots.runs.losses import plot_losses
@@ -61,8 +41,6 @@ from paceline.reports.plots.style import dark, save_figure
 from paceline.reports.tables.attention import implementations_table, kernels_table
 from paceline.reports.tables.chaos import chaos_table
 from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
-from paceline.reports.tables.planning.backtest import backtest_table
-from paceline.reports.tables.planning.published_memory import published_memory_table
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
@@ -85,6 +63,8 @@ RESULTS = ROOT / "results"
 TRAINING_RUN = RESULTS / "training-run"
 TABLES = ROOT / "docs" / "generated"
 IMAGES = ROOT / "docs" / "images"
+STUDIES = ("data", "loop", "parallel", "planner", "reliability", "scaling", "training")
+"""Folders of studies/ with a program `figures.py`."""
 
 # For each table: its store, kind of record, and view.
 TABLE_SOURCES: dict[str, tuple[str, str, View]] = {
@@ -148,7 +128,7 @@ PICTURE_SOURCES = {
     "pipelines": ("pipelines", "pipelines"),
 }
 
-# Tables that are not a plain view of a store, by store.
+# Tables that are not a plain view of a store, by store; those of studies included.
 OTHER_TABLES = {
     "attention-flash": ("attention-flash",),
     "kernels": ("kernels",),
@@ -310,15 +290,6 @@ def models_memory() -> str:
     return "\n".join(lines) + "\n"
 
 
-def backtested_steps() -> tuple[list[HeldOutPrediction], int]:
-    """Returns held-out predictions of steps, and the number of leading ones that count."""
-    counted, others = (
-        backtest_cases(RecordStore(RESULTS / f"{name}.jsonl").read())
-        for name in ("step-backtest", "step-backtest-4-ranks")
-    )
-    return [*leave_one_out(counted), *predict_others(others, counted)], len(counted)
-
-
 def draw_lengths() -> "Figure":
     """Draws the document lengths of the worked example."""
     shown = json.loads((RESULTS / "data-corpus.json").read_text(encoding="utf-8"))
@@ -339,36 +310,16 @@ def training_panel() -> str:
     return f"```text\n{captured.get()}```\n"
 
 
-def draw_backtest() -> "Figure":
-    """Draws predicted against measured steps."""
-    held_out, counted = backtested_steps()
-    return plot_backtest(held_out, counted=counted)
-
-
-def draw_layouts() -> "Figure":
-    """Draws steps of layouts, each predicted with a correction fitted to all others."""
-    cases = read_study(read("layouts")).cases
-    return plot_backtest(leave_one_out(cases, LAYOUT_TERMS), counted=len(cases))
-
-
 DRAWN = {
     **SCHEMES,
-    "step-backtest": draw_backtest,
     "data-lengths": draw_lengths,
     "chaos": lambda: plot_chaos([each for each in read("chaos") if each.case["num_hosts"] == 0]),
-    "plan-front": lambda: plan_front(read("plan-search")),
-    "planner-memory": lambda: plot_published_memory(read("planner-memory")),
-    "planner-accuracy": lambda: plot_validation(read("planner-validation")),
-    "layouts-backtest": draw_layouts,
-    "loop-target": draw_target,
-    "loop-target-dark": lambda: dark(draw_target),
-    "loop-errors": draw_errors,
     "demo": lambda: draw_demo(RESULTS / "demo"),
     "demo-dark": lambda: dark(lambda: draw_demo(RESULTS / "demo")),
     "training-loss": lambda: plot_losses(read_run(TRAINING_RUN)),
     "training-phases": lambda: plot_phases(read_run(TRAINING_RUN)),
 }
-"""Figures that are not a plot of one store."""
+"""Figures of this program that are not a plot of one store."""
 
 DRAWN_FROM = {
     **{name: store for name, (store, _plot) in PICTURE_SOURCES.items()},
@@ -383,7 +334,7 @@ DRAWN_FROM = {
     "plan-front": "plan-search",
     "planner-accuracy": "planner-validation",
 }
-"""The file or directory of results/ that each figure shows."""
+"""The file or directory of results/ that each figure shows, those of studies included."""
 
 
 def scale_by_ranks() -> str:
@@ -444,91 +395,43 @@ def goodput_tables() -> dict[str, Table]:
     }
 
 
-def _pages_by_table() -> dict[str, tuple[str, str]]:
-    """Returns the file and title of the page that shows each table."""
-    pages = {}
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        for name in re.findall(r'--8<-- "generated/([\w-]+)\.md"', text):
-            pages[name] = (path.name, text.partition("\n")[0].removeprefix("# "))
-    return pages
-
-
-def _where(records: list[Record]) -> str:
-    """Returns the processors, torch versions and dates of records as text."""
-    days = sorted({record.environment.time[:10] for record in records})
-    processors = sorted({record.environment.processor for record in records})
-    versions = sorted({record.environment.packages.get("torch", "none") for record in records})
-    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{', '.join(processors)}, torch {', '.join(versions)}, {period}"
-
-
-def benchmarks() -> str:
-    """Returns a page of all stores in results/: command, outcomes, environment and tables."""
-    listing = (RESULTS / "README.md").read_text(encoding="utf-8")
-    pages = _pages_by_table()
-    parts = []
-    for files, command in re.findall(r"^\| (`.*?) \| (.*) \|$", listing, re.MULTILINE):
-        for store in re.findall(r"`([\w-]+)\.jsonl`", files):
-            records = read(store)
-            outcomes = Counter(record.outcome for record in records if record.kind != PREDICTION)
-            counted = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-            names = [name for name, (source, *_) in TABLE_SOURCES.items() if source == store]
-            names += OTHER_TABLES.get(store, ())
-            shown = sorted({pages[name] for name in names if name in pages})
-            links = ", ".join(f"[{title}]({file})" for file, title in shown)
-            parts.append(f"### {store}\n\nMade by {command}.\n")
-            discussed = f" Discussed in {links}." if links else ""
-            parts.append(f"{counted}. {_where(records)}.{discussed}\n")
-            parts += [f'--8<-- "generated/{name}.md"\n' for name in names]
-    return "\n".join(parts)
+def _tables_by_store() -> dict[str, list[str]]:
+    """Returns the names of all tables that show a store's records."""
+    found: dict[str, list[str]] = {}
+    for name, (store, *_) in TABLE_SOURCES.items():
+        found.setdefault(store, []).append(name)
+    for store, names in OTHER_TABLES.items():
+        found.setdefault(store, []).extend(names)
+    return found
 
 
 def tables() -> dict[str, str]:
-    """Returns every generated table by its file name."""
+    """Returns every table of this program by its file name."""
     made = {
         f"{name}.md": render_markdown(_table(read(store), kind, view))
         for name, (store, kind, view) in TABLE_SOURCES.items()
     }
-    held_out, counted = backtested_steps()
-    repeated = list(RecordStore(RESULTS / "calibration-repeats.jsonl").read())
-    plans = plan_tables(read("plan-search"), read("plan-search-speed"), read("plan-search-experts"))
-    accuracy = validation_tables(read("planner-validation"))
-    several = {**profile_tables(), **goodput_tables(), **plans, **accuracy, **loop_tables()}
+    several = {**profile_tables(), **goodput_tables()}
     rendered = {f"{name}.md": render_markdown(table) for name, table in several.items()}
     others = {
         "attention-flash.md": render_markdown(implementations_table(read("attention-flash"))),
         "kernels.md": render_markdown(kernels_table(read("kernels"))),
-        "planner-memory.md": render_markdown(published_memory_table(read("planner-memory"))),
         "hardware.md": hardware_tables(),
         "ddp-predicted.md": predictions("ddp-2gbit"),
         "sharding-models.md": models_memory(),
-        "step-backtest.md": render_markdown(backtest_table(held_out, counted=counted)),
-        "calibration-repeats.md": render_markdown(repeats_table(repeated)),
         "scale-ranks.md": scale_by_ranks(),
-        "data-loader.md": render_markdown(data_loader_table(read("data-loader"))),
-        "data-resume.md": render_markdown(data_resume_table(read("data-loader"))),
-        "data-prepare.md": render_markdown(data_prepare_table(read("data-prepare"))),
-        "train-continue.md": render_markdown(train_continue_table(read("train-continue"))),
         "training-panel.md": training_panel(),
         "chaos.md": render_markdown(
             chaos_table([each for each in read("chaos") if each.kind == FAULT])
         ),
-        "reliability.md": render_markdown(reliability_table(read)),
-        "layouts.md": render_markdown(layouts_table(read("layouts"))),
-        "layout-times.md": render_markdown(layout_times_table(read("layouts"), "bytes-6M")),
-        "layout-scale.md": render_markdown(scale_table(read("layout-scale"))),
-        "kills.md": render_markdown(kills_table(read("kills"))),
-        "replicas.md": render_markdown(replicas_table(read("replicas"))),
-        "recovery.md": render_markdown(recovery_table(read("kills"))),
-        "benchmarks.md": benchmarks(),
+        "benchmarks.md": benchmarks(_tables_by_store(), read),
         "gallery.md": gallery(DRAWN_FROM),
     }
     return {**made, **rendered, **others}
 
 
 def main() -> int:
-    """Writes tables and figures."""
+    """Writes tables and figures, and runs the programs of the studies."""
     TABLES.mkdir(parents=True, exist_ok=True)
     for name, text in tables().items():
         (TABLES / name).write_text(text, encoding="utf-8")
@@ -536,6 +439,8 @@ def main() -> int:
         save_figure(draw(plot, read(store)), IMAGES, name)
     for name, make in DRAWN.items():
         save_figure(make(), IMAGES, name)
+    for study in STUDIES:
+        subprocess.run([sys.executable, "-m", f"studies.{study}.figures"], cwd=ROOT, check=True)
     return 0
 
 

@@ -1,11 +1,12 @@
-"""Generates parts of the manual: the API reference, the courses' problems, a table of keys.
+"""Generates what the manual says about the code: the API reference, problems, features, keys.
 
     python scripts/reference.py
 
 docs/generated/reference.md lists every name that a package exports, so that none is forgotten;
 mkdocs renders the docstrings. docs/generated/course.md is course/README.md with links adapted to
-the manual. docs/generated/decided-keys.md lists the keys of a config that a sweep decides. A test
-compares all of them with the committed files.
+the manual. docs/generated/strategy-features.md comes from the tests that verify each of its cells,
+docs/generated/decided-keys.md from the table of keys that a sweep decides. A test compares all of
+them with the committed files.
 """
 
 import ast
@@ -18,6 +19,10 @@ from paceline.workflows.sweep.run_config import DECIDED
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 TABLES = ROOT / "docs" / "generated"
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.distributed.strategy_features import table as strategy_features  # noqa: E402
 
 
 def exports() -> dict[str, tuple[str, list[str]]]:
@@ -56,16 +61,17 @@ def decided_keys() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Returns the generated pages by file name."""
+    """Returns the generated pages and tables by file name."""
     return {
         "reference.md": reference_page(),
         "course.md": course_page(),
+        "strategy-features.md": strategy_features(),
         "decided-keys.md": decided_keys(),
     }
 
 
 def main() -> int:
-    """Writes the pages."""
+    """Writes the pages and tables."""
     for name, text in tables().items():
         (TABLES / name).write_text(text, encoding="utf-8")
     return 0

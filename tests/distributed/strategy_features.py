@@ -2,7 +2,7 @@
 
 A cell is "yes" where the check passes, "refused" where the strategy raises a usage error, and empty
 where nothing is checked. `test_strategy_features` runs every non-empty cell;
-`scripts/features_table.py` writes the table.
+`scripts/reference.py` writes the table.
 """
 
 import pathlib

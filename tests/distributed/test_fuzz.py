@@ -1,9 +1,9 @@
 """Random training programs: every container must train like one process.
 
-    python scripts/fuzz.py sharded 1000
+    python -m studies.parallel.fuzz sharded 1000
 
-runs many and records the outcome. A failure prints the seeds; `scripts/fuzz.py KIND 1 --first SEED`
-runs one of them again.
+runs many and records the outcome. A failure prints the seeds;
+`studies.parallel.fuzz KIND 1 --first SEED` runs one of them again.
 """
 
 from collections.abc import Callable

@@ -18,8 +18,10 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_torch_has_its_faults_still() -> None:
-    program = [sys.executable, str(ROOT / "scripts" / "torch_faults.py")]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=240)
+    program = [sys.executable, "-m", "studies.parallel.torch_faults"]
+    done = subprocess.run(
+        program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
+    )
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert found.keys() == FAULTS.keys()
     for fault, message in FAULTS.items():

@@ -1,6 +1,6 @@
 """Tests of ``paceline loop`` as typed by a user: dry runs and mistakes.
 
-`scripts/loop_study.py` runs whole loops, `scripts/loop_kills.py` kills one.
+`studies/loop/loops.py` runs whole loops, `studies/loop/kills.py` kills one.
 """
 
 import json

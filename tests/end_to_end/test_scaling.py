@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from fake_training_service import FakeTrainingService, random_truth, serve
 
 from paceline.records.store import decode_record
 from paceline.scaling import synthetic_sweep
+from studies.scaling.fake_training_service import FakeTrainingService, random_truth, serve
 from tests.unit.scaling.surfaces import SURFACE
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -1,4 +1,7 @@
-"""Tests that damaged files give one-line errors; `scripts/hostile_files.py` tries more of them."""
+"""Tests that damaged files give one-line errors.
+
+`studies/reliability/hostile_files.py` tries more of them.
+"""
 
 import pathlib
 

@@ -238,7 +238,7 @@ _OPTIONAL = ("torchft",)
 """Modules of optional extras that the package imports and that may not be installed."""
 
 
-@pytest.mark.parametrize("folder", ["course", "examples", "scripts"])
+@pytest.mark.parametrize("folder", ["course", "examples", "scripts", "studies"])
 def test_programs_import_names_that_the_package_has(folder: str) -> None:
     """Checks imports of code that the type checker does not cover."""
     for name in project_files(ROOT / folder, "*.py"):

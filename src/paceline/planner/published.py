@@ -2,7 +2,7 @@
 
 Fields that a source does not state are None; no values are inferred here. If a source contradicts
 itself, the row keeps the published values and `marks` lists the contradictions
-(`paceline.planner.validation.checks`).
+(`studies/planner/published_checks.py`).
 
 Strict reader for the bundled published runs and for user-provided rows.
 

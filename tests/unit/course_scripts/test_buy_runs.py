@@ -15,16 +15,16 @@ from buy_runs import (
     scout_learning_rates,
     shape_request,
 )
-from fake_training_service import (
+from training_service import TRAIN_FLOPS, HttpTrainingService, Reply, RunRequest, ServiceError
+
+from paceline.core.errors import UsageError
+from studies.scaling.fake_training_service import (
     FakeTrainingService,
     HiddenTruth,
     design_study,
     random_truth,
     serve,
 )
-from training_service import TRAIN_FLOPS, HttpTrainingService, Reply, RunRequest, ServiceError
-
-from paceline.core.errors import UsageError
 from tests.unit.scaling.surfaces import SURFACE
 
 GOOD = RunRequest(

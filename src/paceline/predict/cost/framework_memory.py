@@ -6,7 +6,7 @@ The peak memory of a device is
 
 where the constant covers drivers, communication libraries and buffers of fixed size, and the gaps
 are allocator fragmentation, which stops growing at `most`. Both are fitted to published peaks
-(`scripts/planner_memory.py`). The rest comes from the frameworks' code:
+(`studies/planner/memory.py`). The rest comes from the frameworks' code:
 
     odd matmuls       torchtitan's selective recomputation keeps the outputs of attention and of
                       every other matmul (query, value, gate, down), and the block's input

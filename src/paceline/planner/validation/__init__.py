@@ -1,1 +1,0 @@
-"""Validation of the planner: held-out errors on published runs, and regret."""
