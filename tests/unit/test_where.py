@@ -19,7 +19,7 @@ GUESSES = {
     "step": "predict/step.py",
     "strategies": "reports/plots/strategies.py",
     "calibrat": "benchmarks/calibration/calibrate.py",
-    "device": "core/hardware.py",
+    "hardware": "core/hardware.py",
     "checkpoint": "parallel/zero/optimizer_checkpoint.py",
     "fsdp": "parallel/fsdp/container.py",
     "triton": "kernels/attention/triton/forward.py",
