@@ -16,7 +16,7 @@ from paceline.predict.backtest import (
 )
 from paceline.records import Record, RecordStore
 from paceline.reports.plots.backtest import plot_backtest
-from paceline.reports.plots.planning.search import plot_front, recorded_marks
+from paceline.reports.plots.planning.search import FrontMark, plot_front
 from paceline.reports.tables.planning.backtest import backtest_table
 from paceline.reports.tables.table import Table
 from studies.harness.docs import RESULTS, publish, read
@@ -82,7 +82,27 @@ def draw_backtest() -> Figure:
 def draw_front() -> Figure:
     """Draws the best layout for each number of devices."""
     subtitle = "llama3-70B, 10^12 tokens in batches of 4M, h100-sxm: best layout by devices"
-    return plot_front(recorded_marks(_study(read("plan-search"), "front")), subtitle)
+    return plot_front(_marks(_study(read("plan-search"), "front")), subtitle)
+
+
+def _marks(records: Sequence[Record]) -> list[FrontMark]:
+    """Returns the points to draw for a recorded front."""
+    marks = []
+    for record in records:
+        time, devices = record.metrics["step_time_s"], int(str(record.case["devices"]))
+        days = record.metrics["days_without_failures"].value
+        marks.append(
+            FrontMark(
+                devices=devices,
+                layout=str(record.case["layout"]),
+                device_hours=days * 24 * devices,
+                days=days,
+                low=days * (time.low or time.value) / time.value,
+                high=days * (time.high or time.value) / time.value,
+                on_front=bool(record.case["on_front"]),
+            )
+        )
+    return marks
 
 
 def _study(searches: Sequence[Record], name: str) -> list[Record]:

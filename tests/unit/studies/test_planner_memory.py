@@ -3,8 +3,8 @@
 import statistics
 
 import pytest
-from paceline.predict.cost.framework_memory import find_framework_memory
 
+from paceline.predict.cost.framework_memory import find_framework_memory
 from studies.planner.memory import fit_constants, memory_cases, predict_peaks
 from studies.planner.memory import held_out as hold_out
 

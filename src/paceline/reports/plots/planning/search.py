@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from paceline.planner.search.advice import FrontPoint
-from paceline.records import Record
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, add_label, blank_figure
 
 _DAY_S = 86_400.0
@@ -45,26 +44,6 @@ def front_marks(points: Sequence[FrontPoint], tokens: float) -> list[FrontMark]:
                 low=days * (time.value if time.low is None else time.low) / time.value,
                 high=days * (time.value if time.high is None else time.high) / time.value,
                 on_front=point.on_front,
-            )
-        )
-    return marks
-
-
-def recorded_marks(records: Sequence[Record]) -> list[FrontMark]:
-    """Returns the points to draw for a recorded front."""
-    marks = []
-    for record in records:
-        time, devices = record.metrics["step_time_s"], int(str(record.case["devices"]))
-        days = record.metrics["days_without_failures"].value
-        marks.append(
-            FrontMark(
-                devices=devices,
-                layout=str(record.case["layout"]),
-                device_hours=days * 24 * devices,
-                days=days,
-                low=days * (time.low or time.value) / time.value,
-                high=days * (time.high or time.value) / time.value,
-                on_front=bool(record.case["on_front"]),
             )
         )
     return marks
