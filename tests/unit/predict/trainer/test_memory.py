@@ -1,8 +1,12 @@
+import dataclasses
+
 import pytest
 
+from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import parse_layout
+from paceline.core.plan import ActivationCheckpointing
 from paceline.core.presets import model_preset
-from paceline.core.specs import ModelShape
+from paceline.core.specs import ModelShape, precision_preset
 from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 
 _MEASURED = {
@@ -29,20 +33,68 @@ _MEASURED = {
 """`peak_bytes` of `paceline bench layout`: bytes-6M, 8 sequences of 128 tokens, 4 ranks."""
 
 
-def _peak(text: str, shape: ModelShape, batch_size: int = 8, context_length: int = 128) -> float:
+_MEASURED_BY_TECHNIQUE = {
+    ("tensor=2,micro=4", "float32", "full"): 66.8e6,
+    ("tensor=2,micro=4", "bfloat16", "none"): 98.9e6,
+    ("tensor=2,micro=4", "bfloat16", "full"): 65.2e6,
+    ("tensor=2,sp=1,micro=4", "float32", "full"): 64.2e6,
+    ("tensor=2,sp=1,micro=4", "bfloat16", "none"): 92.1e6,
+    ("tensor=2,sp=1,micro=4", "bfloat16", "full"): 63.7e6,
+    ("pipeline=2,micro=1", "float32", "full"): 58.1e6,
+    ("pipeline=2,micro=1", "bfloat16", "none"): 79.9e6,
+    ("pipeline=2,micro=1", "bfloat16", "full"): 60.2e6,
+    ("context=2,micro=4", "float32", "full"): 141.7e6,
+    ("context=2,micro=4", "bfloat16", "none"): 172.8e6,
+    ("context=2,micro=4", "bfloat16", "full"): 145.7e6,
+}
+"""Peak bytes of the same steps on 2 ranks, under autocast and with recomputed blocks."""
+
+
+def _peak(
+    text: str,
+    shape: ModelShape,
+    batch_size: int = 8,
+    context_length: int = 128,
+    precision: str = "float32",
+    checkpointing: ActivationCheckpointing = "none",
+) -> float:
     written = parse_layout(text)
     step = TrainerStep(
         shape=shape,
         context_length=context_length,
         micro_batch=written.micro_batch,
         num_micro_batches=batch_size // (written.layout.data_parallel * written.micro_batch),
+        precision=precision_preset(precision),
     )
-    return trainer_memory(written.layout, step).total
+    layout = dataclasses.replace(written.layout, activation_checkpointing=checkpointing)
+    return trainer_memory(layout, step).total
 
 
 @pytest.mark.parametrize("layout", _MEASURED)
 def test_peaks_are_those_that_were_measured(layout: str) -> None:
     assert _peak(layout, model_preset("bytes-6M")) == pytest.approx(_MEASURED[layout], rel=0.025)
+
+
+@pytest.mark.parametrize(("layout", "precision", "checkpointing"), _MEASURED_BY_TECHNIQUE)
+def test_peaks_of_autocast_and_recomputation_are_those_that_were_measured(
+    layout: str, precision: str, checkpointing: ActivationCheckpointing
+) -> None:
+    shape = model_preset("bytes-6M")
+    peak = _peak(layout, shape, precision=precision, checkpointing=checkpointing)
+    measured = _MEASURED_BY_TECHNIQUE[layout, precision, checkpointing]
+    assert peak == pytest.approx(measured, rel=0.05)
+
+
+def test_parts_add_up_to_the_peak() -> None:
+    written = parse_layout("shard=2,tensor=2,zero=3,micro=4")
+    shape = model_preset("bytes-6M")
+    step = TrainerStep(shape=shape, context_length=128, micro_batch=4, num_micro_batches=1)
+    parts = trainer_memory(written.layout, step)
+    # Norms are on every tensor rank; everything else is divided over four ranks.
+    assert parts.parameters == pytest.approx(count_parameters(shape).total, rel=0.01)
+    assert parts.gradients == parts.parameters
+    assert parts.optimizer_state == pytest.approx(2 * parts.parameters, abs=1)
+    assert parts.activations > 0
 
 
 def test_without_tokens_to_speak_of_a_rank_holds_states_gradients_and_what_is_gathered() -> None:
