@@ -223,7 +223,7 @@ def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
     assert record.metrics["all_reduce_time_s"].value > 0
     assert "gloo" in record.environment.backends
     table = paceline("env", cwd=tmp_path).stdout
-    assert all(word in table for word in ("torch", "processor", "backends", "links"))
+    assert all(word in table for word in ("torch", "processor", "backends", "links", "attention"))
 
 
 def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:

@@ -466,8 +466,8 @@ class StepSweep:
     activation_checkpointing: Literal["none", "full"] = "none"
     """full recomputes each block's activations during backward."""
     attention: AttentionImplementation = "auto"
-    """Attention implementation: auto uses Triton on CUDA and torch's fused kernel elsewhere; naive
-    stores all attention scores."""
+    """Attention implementation: auto uses torch's fused kernel, or Triton where the self-test found
+    it right and faster; naive stores all attention scores."""
     warmup: tuple[int, ...] = (5,)
     """Numbers of warm-up steps before measuring."""
     steps: int = 10

@@ -1,4 +1,4 @@
-"""``paceline env``: shows this machine's hardware and software, and tests communication."""
+"""``paceline env``: shows this machine's hardware and software, and tests what runs on it."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
 
 if TYPE_CHECKING:
+    from paceline.kernels.attention.self_test import SelfTest
     from paceline.records import Metric, Record
 
 _SELF_TEST_RANKS = 2
@@ -13,10 +14,10 @@ _SELF_TEST_RANKS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentCommand:
-    """Show versions, devices, backends and links; test that ranks can communicate."""
+    """Show versions, devices, backends and links; test communication and attention kernels."""
 
     self_test: bool = False
-    """Start two ranks and check an all-reduce between them."""
+    """Check an all-reduce between two ranks; on CUDA, also compare Triton attention with SDPA."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
     def run(self) -> int:
@@ -36,13 +37,18 @@ class EnvironmentCommand:
             case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
             metrics["all_reduce_time_s"] = _self_test(backend)
         environment = records.current_environment()
+        links = [*records.peer_links(), *network_links()]
+        # Last: a kernel that fails may leave the device unusable for this process.
+        attention_tests = _test_attention() if self.self_test else []
         record = Record(
             kind="environment", case=case, environment=environment, metrics=metrics, outcome="ok"
         )
         if self.output.json:
             print_json(record)
+            for test in attention_tests:
+                print_json(test)
         else:
-            _print_table(record, links=[*records.peer_links(), *network_links()])
+            _print_table(record, links)
         return 0
 
 
@@ -59,8 +65,44 @@ def _self_test(backend: str) -> "Metric":
     return Metric.from_samples([max(times) for times in zip(*times_by_rank, strict=True)])
 
 
+def _test_attention() -> "list[SelfTest]":
+    """Compares the Triton kernels with SDPA on one CUDA device of each kind."""
+    import torch
+
+    from paceline.kernels.attention.api import triton_obstacle
+    from paceline.kernels.attention.self_test import run_self_test, setting_of
+
+    if not torch.cuda.is_available():
+        say("paceline: there is no CUDA device to test the Triton attention kernels on")
+        return []
+    tests: dict[str, SelfTest] = {}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        obstacle = triton_obstacle(device)
+        if obstacle is not None:
+            say(f"paceline: the Triton attention kernels are not tested on {device}: {obstacle}")
+        elif (setting := setting_of(device)) not in tests:
+            say(
+                f"paceline: comparing the Triton attention kernels with SDPA on {device}; "
+                "compiling them takes a few minutes"
+            )
+            tests[setting] = run_self_test(device)
+    return list(tests.values())
+
+
+def _attention_by_device() -> str:
+    """Returns which attention is used on each device, and why."""
+    import torch
+
+    from paceline.kernels import explain_backend
+
+    names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    return "\n".join(f"{name}: {explain_backend(name)}" for name in names)
+
+
 def _print_table(record: "Record", links: list[str]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from paceline.core.units import format_binary_bytes, format_seconds
 
@@ -77,6 +119,7 @@ def _print_table(record: "Record", links: list[str]) -> None:
         "accelerators": ", ".join(environment.devices) or "none",
         "backends": ", ".join(environment.backends),
         "links": "\n".join(links),
+        "attention": _attention_by_device(),
     }
     if (time := record.metrics.get("all_reduce_time_s")) is not None:
         rows["self-test"] = (
@@ -85,5 +128,5 @@ def _print_table(record: "Record", links: list[str]) -> None:
         )
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # Verbatim: brackets are not markup.
     stdout_console().print(table)

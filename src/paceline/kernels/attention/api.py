@@ -1,9 +1,10 @@
 """Attention whose memory grows linearly with the sequence: one function over several backends.
 
-On CUDA, the Triton kernels of this package compute it. Elsewhere, and where they cannot run,
-torch's fused attention does; tiled PyTorch is available on request. `explain_backend` returns the
-backend that will be used, and why. A requested backend that cannot run is an error that says what
-to do.
+Torch's fused attention (SDPA) computes it. On CUDA, the Triton kernels of this package do if they
+are requested, or if the self-test found them right and faster on that very device. Tiled PyTorch is
+available on request, and computes log-sum-exps where SDPA returns none. `explain_backend` returns
+the backend that will be used, and why. A requested backend that cannot run is an error that says
+what to do.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from paceline.core.specs import AttentionImplementation, AttentionKind, require_
 from paceline.kernels.attention.layout import CausalAlign, causal_diagonal, default_scale
 from paceline.kernels.attention.op import BackendName, attention_op
 from paceline.kernels.attention.reference import attention_reference
+from paceline.kernels.attention.self_test import objection_to_triton
 from paceline.kernels.attention.triton.tile_sizes import LARGEST_HEAD_DIM
 
 AttentionBackend = Literal["auto", "sdpa", "tiled", "triton"]
@@ -46,6 +48,7 @@ def explain_backend(
     *,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 64,
+    return_lse: bool = False,
     backend: AttentionBackend = "auto",
 ) -> BackendChoice:
     """Returns which backend `flash_attention` uses for such tensors, and why.
@@ -54,6 +57,7 @@ def explain_backend(
         device: Where the tensors are.
         dtype: Their dtype.
         head_dim: Width of a head.
+        return_lse: Whether the log-sum-exps are returned, too.
         backend: The requested backend; auto lets Paceline choose.
     """
     require_choice("attention", "backend", backend, AttentionBackend)
@@ -62,20 +66,47 @@ def explain_backend(
     device = torch.device(device)
     if device.type == "cpu":
         return BackendChoice("sdpa", "on CPUs torch's fused kernel is the fastest; Triton has none")
+    objection = _objection_to_triton(device, dtype, head_dim)
+    if objection is None:
+        reason = "the self-test found the Triton kernels right and faster than SDPA on this device"
+        return BackendChoice("triton", reason)
+    if return_lse:
+        return BackendChoice(
+            "tiled", f"SDPA on {device.type!r} does not return log-sum-exps, and {objection}"
+        )
+    return BackendChoice("sdpa", objection)
+
+
+def _objection_to_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Returns why `auto` does not choose the Triton kernels; None if it does."""
     if device.type != "cuda":
-        return BackendChoice("sdpa", f"there are no kernels of ours for {device.type!r}")
-    obstacle = _triton_obstacle(device)
+        return f"there are no kernels of ours for {device.type!r}"
     if dtype == torch.float64:
-        obstacle = "they do not compute in float64"
-    elif head_dim > LARGEST_HEAD_DIM:
-        obstacle = f"they take heads of up to {LARGEST_HEAD_DIM} numbers, these have {head_dim}"
+        return "the Triton kernels cannot be used: they do not compute in float64"
+    if head_dim > LARGEST_HEAD_DIM:
+        return (
+            "the Triton kernels cannot be used: they take heads of up to "
+            f"{LARGEST_HEAD_DIM} numbers, these have {head_dim}"
+        )
+    return _objection_on_device(device)
+
+
+def _objection_on_device(device: torch.device) -> str | None:
+    obstacle = triton_obstacle(device)
     if obstacle is not None:
-        return BackendChoice("sdpa", f"the Triton kernels cannot be used: {obstacle}")
-    return BackendChoice("triton", "on CUDA devices the Triton kernels compute attention")
+        return f"the Triton kernels cannot be used: {obstacle}"
+    return objection_to_triton(device)
+
+
+# Equivalent to torch.compiler.assume_constant_result: the compiler shall not trace the look at the
+# device and at files. The decorator itself imports the compiler, which would delay every program by
+# more than a second. The compiler would ignore the mark on a function with a cache.
+_objection_on_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache  # Called in every layer of every step.
-def _triton_obstacle(device: torch.device) -> str | None:
+def triton_obstacle(device: torch.device) -> str | None:
+    """Returns why the Triton kernels cannot run on a CUDA device; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; pip install 'paceline[triton]'"
     if not torch.cuda.is_available() or torch.version.hip is not None:
@@ -84,11 +115,6 @@ def _triton_obstacle(device: torch.device) -> str | None:
     if capability < _OLDEST_CAPABILITY:
         return f"they need compute capability 8.0, this device has {'.'.join(map(str, capability))}"
     return None
-
-
-# Equivalent to torch.compiler.assume_constant_result. The decorator itself imports torch's
-# compiler, which would delay every program by more than a second.
-_triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @overload
@@ -148,7 +174,11 @@ def flash_attention(
     """
     _validate(query, key, value)
     chosen = explain_backend(
-        query.device, dtype=query.dtype, head_dim=query.shape[-1], backend=backend
+        query.device,
+        dtype=query.dtype,
+        head_dim=query.shape[-1],
+        return_lse=return_lse,
+        backend=backend,
     ).backend
     diagonal = causal_diagonal(query.shape[-2], key.shape[-2], causal=causal, align=causal_align)
     if chosen == "sdpa" and query.device.type != "cpu":
@@ -212,11 +242,14 @@ def _torch_attention(
     """Computes attention with the kernel that torch chooses; in float64 it stores the scores."""
     # torch would return NaN for queries that see no key.
     num_blind = 0 if diagonal is None else max(0, -diagonal)
-    mask = None
+    if scale is not None and scale <= 0:
+        # Some of torch's kernels multiply the mask, -inf, by the scale.
+        query, scale = query * scale, 1.0
+    mask: Tensor | None = None
     if diagonal is not None and diagonal > 0:
-        from torch.nn.attention.bias import causal_lower_right  # Imports the whole compiler.
-
-        mask = causal_lower_right(query.shape[-2], key.shape[-2])
+        mask = _lower_right_mask(query, key, diagonal)
+    # While compiling, sizes are symbols, and only a branch makes a bool of their comparison.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     output = F.scaled_dot_product_attention(
         query[:, :, num_blind:],
         key,
@@ -224,9 +257,22 @@ def _torch_attention(
         attn_mask=mask,
         is_causal=diagonal is not None and mask is None,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return F.pad(output, (0, 0, num_blind, 0)) if num_blind else output
+
+
+def _lower_right_mask(query: Tensor, key: Tensor, diagonal: int) -> Tensor:
+    """Returns the causal mask that aligns the last query with the last key."""
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    if torch.compiler.is_compiling():
+        # The compiler cannot trace torch's own mask, which stores nothing.
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        return visible.tril(diagonal)
+    from torch.nn.attention.bias import causal_lower_right  # Imports the whole compiler.
+
+    mask: Tensor = causal_lower_right(num_queries, num_keys)
+    return mask
 
 
 def _validate(query: Tensor, key: Tensor, value: Tensor) -> None:

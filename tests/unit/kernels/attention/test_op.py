@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import pathlib
 import sys
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from paceline.core.errors import ShapeError, UsageError
 from paceline.kernels import explain_backend, flash_attention, resolve_implementation
-from paceline.kernels.attention.api import AttentionBackend, _torch_attention, _triton_obstacle
+from paceline.kernels.attention.api import AttentionBackend, _torch_attention, triton_obstacle
 from paceline.kernels.attention.layout import causal_diagonal
 from paceline.kernels.attention.op import attention_backward_op, attention_op
+from paceline.kernels.attention.self_test import objection_to_triton
 from tests.unit.kernels.attention.attention_cases import Case, expected_results
 
 Backend = Literal["sdpa", "tiled"]
@@ -157,6 +159,18 @@ def test_it_is_torchs_own_attention_on_a_cpu() -> None:
     assert torch.equal(flash_attention(*inputs, causal=False, scale=0.1), scaled)
 
 
+def test_log_sum_exps_are_tiled_where_torch_returns_none() -> None:
+    choice = explain_backend("mps", return_lse=True)
+    assert str(choice).startswith(
+        "tiled: SDPA on 'mps' does not return log-sum-exps, and there are"
+    )
+    tensors = torch.empty(3, 2, 4, 5, 8, device="meta")
+    _, lse = flash_attention(*tensors, causal=True, return_lse=True)
+    assert lse.shape == (2, 4, 5)
+    with pytest.raises(UsageError, match='use backend="triton" or "tiled"'):
+        flash_attention(*tensors, causal=True, return_lse=True, backend="sdpa")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_the_keys_are_joined_by_their_sums(backend: Backend) -> None:
     query, key, value = Case(num_queries=9, num_keys=20).inputs()
@@ -212,9 +226,16 @@ def test_only_the_sums_may_be_wanted() -> None:
     torch.testing.assert_close(gradients, tuple(expected[2:]))
 
 
-def test_what_is_chosen_is_explained() -> None:
+def test_what_is_chosen_is_explained(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    objection_to_triton.cache_clear()
     assert str(explain_backend("cpu")).startswith("sdpa: on CPUs")
-    assert explain_backend("cuda").backend == "triton"
+    assert str(explain_backend("cuda")) == (
+        "sdpa: the Triton kernels have not been tested on this device; "
+        "run `paceline env --self-test`"
+    )
     assert "mps" in explain_backend("mps").reason
     assert str(explain_backend("cuda", backend="tiled")) == "tiled: it was asked for"
     assert explain_backend("cuda", dtype=torch.float64).reason.endswith("compute in float64")
@@ -277,9 +298,9 @@ def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"pip install 'paceline\[triton\]'"):
         flash_attention(*inputs, causal=True, backend="triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    _triton_obstacle.cache_clear()
+    triton_obstacle.cache_clear()
     assert "triton is not installed" in explain_backend("cuda").reason
-    _triton_obstacle.cache_clear()
+    triton_obstacle.cache_clear()
 
 
 @pytest.mark.parametrize("option", [{"backend": "flash"}, {"causal_align": "upper_left"}])
@@ -304,6 +325,22 @@ def test_torchs_choice_on_other_devices_hides_and_zeroes_alike(
     diagonal = causal_diagonal(num_queries, num_keys, causal=True, align=align)
     chosen = _torch_attention(*inputs, diagonal, None)
     torch.testing.assert_close(chosen, flash_attention(*inputs, causal=True, causal_align=align))
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 3])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_torchs_choice_on_other_devices_takes_any_scale(scale: float, diagonal: int | None) -> None:
+    inputs = Case(num_queries=4, num_keys=7).inputs()
+    expected, _ = attention_op(*inputs, diagonal, scale, "tiled")
+    torch.testing.assert_close(_torch_attention(*inputs, diagonal, scale), expected)
+
+
+@pytest.mark.parametrize("diagonal", [-1, 0, 4])
+def test_torchs_choice_on_other_devices_compiles_whole(diagonal: int) -> None:
+    inputs = Case(group=2, num_queries=8, num_keys=12).inputs(torch.float32)
+    compiled = torch.compile(_torch_attention, fullgraph=True, dynamic=True, backend="eager")
+    expected = _torch_attention(*inputs, diagonal, None)
+    torch.testing.assert_close(compiled(*inputs, diagonal, None), expected)
 
 
 def test_no_tensor_of_all_scores_is_kept_for_backward() -> None:

@@ -13,16 +13,11 @@ it, so that all use the same tilings. Lengths are rounded up to the next power o
 tiling hardly changes within that range.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import logging
-import os
-import pathlib
 from collections.abc import Callable, Iterator
 
-import msgspec
 import torch
 import triton
 from torch import Tensor
@@ -53,18 +48,17 @@ from paceline.kernels.attention.triton.tile_sizes import (
     Tiling,
     Tilings,
     padded_size,
+    searches_tilings,
 )
+from paceline.kernels.attention.user_cache import UserCache
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_SEQUENCES = 4  # Enough to fill a GPU with the tiles of a few heads; more only takes longer.
 
 Measure = Callable[[KernelLaunch], float]
 
-
-def cache_path() -> pathlib.Path:
-    """Returns the path of the file that stores the choices."""
-    directory = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(directory, "paceline", "attention-tilings.json")
+TILINGS = UserCache("attention-tilings.json", Tilings)
+"""The tilings that were found, by device, Triton and tensors."""
 
 
 def tuned_tilings(query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> Tilings:
@@ -93,8 +87,8 @@ def _tuned(
         f"{num_queries} x {num_keys}, heads {num_heads}/{num_kv_heads}, "
         f"{'causal' if causal else 'full'}"
     )
-    with _one_at_a_time():
-        found = _read_cache().get(kind)
+    with TILINGS.locked():
+        found = TILINGS.read().get(kind)
         if found is not None:
             return found
         # A separate generator, so that the program's random numbers do not depend on a search.
@@ -106,7 +100,7 @@ def _tuned(
         # Kernels are launched on the current device, which may be a different one.
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             tilings = search(query, key, causal=causal, measure=_time_on_gpu)
-        _write_cache(kind, tilings)
+        TILINGS.add(kind, tilings)
     _LOGGER.info("attention tilings for %s: %s", kind, tilings)
     return tilings
 
@@ -146,42 +140,6 @@ def _time_on_gpu(launch: KernelLaunch) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(launch.run, return_mode="median"))
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Prevents other processes of this user from searching at the same time."""
-    path = cache_path().with_suffix(".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
-    except OSError:
-        yield  # Without a writable directory there is nothing to share.
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _read_cache() -> dict[str, Tilings]:
-    try:
-        return msgspec.json.decode(cache_path().read_bytes(), type=dict[str, Tilings])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        _LOGGER.warning("%s cannot be read and is not used: %s", cache_path(), error)
-        return {}
-
-
-def _write_cache(kind: str, tilings: Tilings) -> None:
-    """Adds a choice; the file is replaced atomically, so that no reader sees half of it."""
-    path = cache_path()
-    part = path.with_suffix(".part")
-    try:
-        part.write_bytes(msgspec.json.encode(_read_cache() | {kind: tilings}))
-        part.replace(path)
-    except OSError as error:
-        _LOGGER.warning("the choice of tilings was not kept in %s: %s", path, error)
 
 
 def triton_forward(inputs: ForwardInputs, tilings: Tilings | None = None) -> Results:
@@ -230,6 +188,6 @@ def _require_supported(query: Tensor) -> None:
 
 
 def _tilings_for(inputs: ForwardInputs) -> Tilings:
-    if os.environ.get("PACELINE_AUTOTUNE") == "1":
+    if searches_tilings():
         return tuned_tilings(inputs.query, inputs.key, causal=inputs.diagonal is not None)
     return table_tilings(inputs.query)

@@ -5,6 +5,7 @@ kernels and return bitwise identical results.
 """
 
 import dataclasses
+import os
 from typing import NamedTuple
 
 from paceline.core.errors import HardwareError
@@ -41,6 +42,11 @@ class Tilings(NamedTuple):
 def padded_size(size: int) -> int:
     """Returns the next power of two that tensor cores can multiply."""
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
+
+
+def searches_tilings() -> bool:
+    """Returns whether PACELINE_AUTOTUNE=1 replaces this table by a search."""
+    return os.environ.get("PACELINE_AUTOTUNE") == "1"
 
 
 def choose_tilings(architecture: str, dtype: DType, head_dim: int) -> Tilings:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from paceline.kernels.attention.layout import ForwardInputs
 from paceline.kernels.attention.triton import backend
 from paceline.kernels.attention.triton.backend import (
-    cache_path,
+    TILINGS,
     candidates,
     search,
     triton_forward,
@@ -96,7 +96,7 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
     backend._tuned.cache_clear()  # as in a new process
     assert tuned_tilings(QUERY, KEY, causal=True) == first
     assert num_measured == 0
-    (kind,) = json.loads(cache_path().read_text())
+    (kind,) = json.loads(TILINGS.path.read_text())
     assert kind.endswith("head_dim 16, 64 x 64, heads 2/1, causal")
 
 
@@ -105,12 +105,12 @@ def test_a_damaged_cache_is_told_and_replaced(
     damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(backend, "_time_on_gpu", _seconds)
-    cache_path().parent.mkdir(parents=True)
-    cache_path().write_text(damage)
+    TILINGS.path.parent.mkdir(parents=True)
+    TILINGS.path.write_text(damage)
     with caplog.at_level(logging.WARNING):
         tuned_tilings(QUERY, KEY, causal=True)
     assert "attention-tilings.json cannot be read" in caplog.text
-    assert len(json.loads(cache_path().read_text())) == 1
+    assert len(json.loads(TILINGS.path.read_text())) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_told(
@@ -128,8 +128,8 @@ def test_attention_asks_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(backend, "_time_on_gpu", _seconds)
     inputs = ForwardInputs(QUERY, KEY, KEY, diagonal=0, scale=0.25)
     plain, _ = triton_forward(inputs)
-    assert not cache_path().exists()
+    assert not TILINGS.path.exists()
     monkeypatch.setenv("PACELINE_AUTOTUNE", "1")
     tuned, _ = triton_forward(inputs)
-    assert cache_path().exists()
+    assert TILINGS.path.exists()
     torch.testing.assert_close(tuned, plain)
