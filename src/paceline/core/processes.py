@@ -1,15 +1,18 @@
-"""Process lifetimes: children that die with their parent, and groups that end together."""
+"""Processes: children that die with their parent, groups that end together, pauses and errors."""
 
+import collections
 import contextlib
 import ctypes
+import math
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
 # Loaded at import: loading takes a lock, which a process must not do between fork and exec.
@@ -29,6 +32,44 @@ _EXCEPTION = 1
 """Exit code of a Python program that ends with an uncaught exception."""
 _BLAME_S = 2.0
 """Longest time that a process takes from closing its connections to exiting."""
+
+_ERROR = "paceline: error: "
+_LONGEST_ERROR = 300
+_LINES_SEARCHED = 40
+
+
+def start_child(
+    command: Sequence[str], *, log: pathlib.Path | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Starts a program that dies with this process.
+
+    Args:
+        command: The program and its arguments.
+        log: File to append stdout and stderr to; the program then has no stdin.
+        options: Further options of `subprocess.Popen`.
+    """
+    parent_pid = os.getpid()
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            options["stdin"] = subprocess.DEVNULL
+            options["stdout"] = stack.enter_context(log.open("ab"))
+            options["stderr"] = subprocess.STDOUT
+        return subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent_pid), **options)
+
+
+def error_tail(log: pathlib.Path, exit_code: int) -> str:
+    """Returns the error that a program ended with, or else the last line of its log."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        last = collections.deque((line.strip() for line in lines if line.strip()), _LINES_SEARCHED)
+    # Under the lab, lines are prefixed with the rank.
+    errors = [line.partition(_ERROR)[2] for line in last if _ERROR in line]
+    text = (errors or list(last) or ["it printed nothing"])[-1]
+    return f"exit code {exit_code}: {text[:_LONGEST_ERROR]}"
+
+
+def back_off_s(num_failures: int, first_s: float, longest_s: float = math.inf) -> float:
+    """Returns the pause before the next attempt: none at first, then doubled by every failure."""
+    return min(first_s * 2 ** (num_failures - 1), longest_s) if num_failures > 0 else 0.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -59,50 +100,6 @@ def die_with_agent(environment: Mapping[str, str]) -> None:
 def exit_code_of(return_code: int) -> int:
     """Converts a `Popen` return code to a shell exit code: a signal becomes 128 + its number."""
     return return_code if return_code >= 0 else 128 - return_code
-
-
-class Signalled(Protocol):
-    """A process that accepts signals."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Sends a signal, unless the process has ended."""
-
-
-class PassedOn:
-    """Context manager that collects stop signals for forwarding; on the main thread only."""
-
-    def __init__(self) -> None:
-        self._received: list[int] = []
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        # A terminal sends SIGINT to the child processes as well. A second SIGINT would interrupt
-        # their handling of the first.
-        self._received.append(signal.SIGTERM if number == signal.SIGINT else number)
-
-    def send_to(self, processes: Iterable[Signalled]) -> bool:
-        """Forwards the signals received since the last call; returns whether there were any."""
-        received, self._received = self._received, []
-        for process in processes if received else ():
-            for number in received:
-                process.send_signal(number)
-        return bool(received)
-
-    def come_within(self, seconds: float) -> bool:
-        """Waits up to `seconds` for a stop signal; returns whether one arrived."""
-        deadline = time.monotonic() + seconds
-        while not self._received and time.monotonic() < deadline:
-            time.sleep(_POLL_INTERVAL_S)
-        return bool(self._received)
 
 
 class ForkedProcess:
@@ -137,6 +134,43 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(status)
 
 
+class SignalForwarder:
+    """Context manager that collects stop signals for forwarding; on the main thread only."""
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        # A terminal sends SIGINT to the child processes as well. A second SIGINT would interrupt
+        # their handling of the first.
+        self._received.append(signal.SIGTERM if number == signal.SIGINT else number)
+
+    def send_to(self, processes: Iterable[subprocess.Popen[bytes] | ForkedProcess]) -> bool:
+        """Forwards the signals received since the last call; returns whether there were any."""
+        received, self._received = self._received, []
+        for process in processes if received else ():
+            for number in received:
+                process.send_signal(number)
+        return bool(received)
+
+    def come_within(self, seconds: float) -> bool:
+        """Waits up to `seconds` for a stop signal; returns whether one arrived."""
+        deadline = time.monotonic() + seconds
+        while not self._received and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL_S)
+        return bool(self._received)
+
+
 def wait_for_group(
     processes: Mapping[str, subprocess.Popen[bytes]], *, grace_s: float = TERMINATION_GRACE_S
 ) -> tuple[int, str | None]:
@@ -156,7 +190,7 @@ def wait_for_group(
     """
     running = dict(processes)
     try:
-        with PassedOn() as requests:
+        with SignalForwarder() as requests:
             name, code = _next_failure(running, None, requests, grace_s)
             if code in (_EXCEPTION, LOST_PEER):
                 deadline = time.monotonic() + _BLAME_S
@@ -172,7 +206,7 @@ def wait_for_group(
 def _next_failure(
     running: dict[str, subprocess.Popen[bytes]],
     deadline: float | None,
-    requests: PassedOn,
+    requests: SignalForwarder,
     grace_s: float,
 ) -> tuple[str | None, int]:
     """Returns the name and exit code of the next failure; removes ended processes."""
@@ -213,8 +247,15 @@ def end_processes(
             process.wait()
 
 
+def end_group(process: subprocess.Popen[bytes], *, grace_s: float = TERMINATION_GRACE_S) -> None:
+    """Ends the leader of a session and its descendants; SIGTERM first, so that it can clean up."""
+    end_processes([process], grace_s=grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @contextlib.contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """Makes processes that are started inside the context ignore Ctrl-C.
 
     A terminal sends SIGINT to the parent and its children. The parent handles it and ends the

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from paceline.core.errors import DataError, TruncatedError, UsageError
+from paceline.core.processes import back_off_s
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -296,7 +297,7 @@ class S3Storage:
                         f"{self.url}/{name}: {_first_line(error)}, {_ATTEMPTS} times; check "
                         "AWS_ENDPOINT_URL, the credentials and the network"
                     ) from error
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+                time.sleep(back_off_s(attempt + 1, _FIRST_PAUSE_S))
         raise AssertionError("unreachable")
 
 

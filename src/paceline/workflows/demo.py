@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.core.errors import PacelineError
+from paceline.core.processes import error_tail, start_child
 from paceline.core.strategies import StrategyName
 from paceline.lab.network import LabError, hosts
 from paceline.predict.history import HistoryEntry, history_path, read_history
@@ -26,7 +27,6 @@ from paceline.reports.plots.style import save_as
 from paceline.training.forecast import forecast
 from paceline.training.history import predicted_and_measured
 from paceline.training.toml_config import read_config
-from paceline.workflows.last_words import last_words
 from paceline.workflows.sweep.progress import progress_text
 
 if TYPE_CHECKING:
@@ -173,14 +173,14 @@ class Demo:
         log = self.directory / "log.txt"
         output = self.directory / "output.txt"
         with log.open("ab") as errors, output.open("wb") as results:
-            process = subprocess.Popen(command, stdout=results, stderr=errors)
+            process = start_child(command, stdout=results, stderr=errors)
             try:
                 self._follow(process, run)
             finally:
                 process.kill()
                 process.wait()
         if process.returncode:
-            raise PacelineError(f"{last_words(log, process.returncode)}; the full log is {log}")
+            raise PacelineError(f"{error_tail(log, process.returncode)}; the full log is {log}")
         return output.read_text(encoding="utf-8")
 
     def _follow(self, process: "subprocess.Popen[bytes]", run: pathlib.Path | None) -> None:

@@ -6,21 +6,24 @@ continues with the next one. No command outlives the suite.
 """
 
 import dataclasses
-import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.core.processes import die_with_parent, exit_code_of, termination_as_exit
+from paceline.core.processes import (
+    end_group,
+    error_tail,
+    exit_code_of,
+    start_child,
+    termination_as_exit,
+)
 from paceline.core.units import format_seconds
 from paceline.records import Metric, Outcome, Record, RecordStore, capture_environment
 from paceline.records.kinds import ATTEMPT
 from paceline.workflows.cases import NUM_MEASURED, SEPARATOR, SuiteCase, is_partial
-from paceline.workflows.last_words import last_words
 
 _SHORTEST_LIMIT_S = 300.0
 _SLOWEST = 6.0
@@ -115,13 +118,13 @@ class Suite:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         log = directory / "log.txt"
-        process = _start(self._command_line(case, directory), log)
+        process = start_child(self._command_line(case, directory), log=log, start_new_session=True)
         try:
             return_code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return_code = None
         finally:
-            _end_group(process)
+            end_group(process, grace_s=_GRACE_S)
         if case.records_in == "directory" and (directory / _RECORDS).exists():
             records = list(RecordStore(directory / _RECORDS).read())
             # Append the expected records last: if they are in the store, so are the others.
@@ -131,7 +134,7 @@ class Suite:
             return "timeout", f"timed out after {format_seconds(limit_s)}"
         if return_code == 0:
             return "ok", None
-        return "failed", last_words(log, exit_code_of(return_code))
+        return "failed", error_tail(log, exit_code_of(return_code))
 
     def _command_line(self, case: SuiteCase, directory: pathlib.Path) -> list[str]:
         # Use the running Paceline, not the installed script.
@@ -155,34 +158,6 @@ def _ending(attempt: Record) -> str:
     if attempt.reason is None:
         return "done"
     return f"{'incomplete' if is_partial(attempt) else 'failed'}: {attempt.reason}"
-
-
-def _start(command: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),
-        )
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and its descendants; SIGTERM first, so that a lab can clean up."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _minutes(seconds: float) -> str:

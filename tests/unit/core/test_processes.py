@@ -1,4 +1,5 @@
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -6,17 +7,13 @@ import time
 
 import pytest
 
-from paceline.core.processes import wait_for_group
+from paceline.core.processes import back_off_s, end_group, error_tail, start_child, wait_for_group
 
 PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", '''
-import os, time
-from paceline.core.processes import die_with_parent
-die_with_parent(int(os.environ["PARENT"]))
-print(os.getpid(), flush=True)
-time.sleep(60)
-'''], env={**__import__("os").environ, "PARENT": str(__import__("os").getpid())})
+import sys, time
+from paceline.core.processes import start_child
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+start_child([sys.executable, "-c", child])
 time.sleep(60)
 """
 
@@ -123,3 +120,48 @@ def test_a_rank_of_torchrun_dies_with_its_agent() -> None:
     while _is_running(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_running(rank)
+
+
+_LEADER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_session_ends_with_its_descendants() -> None:
+    leader = start_child(
+        [sys.executable, "-c", _LEADER], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert leader.stdout is not None
+    with leader.stdout:
+        descendant = int(leader.stdout.readline())
+        end_group(leader, grace_s=10)
+    assert leader.returncode == -signal.SIGTERM
+    deadline = time.monotonic() + 30
+    while _is_running(descendant) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(descendant)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("host 1 rank 1 | paceline: error: no such file\nbye", "exit code 2: no such file"),
+        ("first\n\nlast\n", "exit code 2: last"),
+        ("", "exit code 2: it printed nothing"),
+    ],
+)
+def test_the_error_of_a_program_is_in_its_log(
+    printed: str, expected: str, tmp_path: pathlib.Path
+) -> None:
+    log = tmp_path / "log.txt"
+    program = f"import sys; sys.stderr.write({printed!r}); sys.exit(2)"
+    code = start_child([sys.executable, "-c", program], log=log).wait()
+    assert error_tail(log, code) == expected
+
+
+def test_the_pause_doubles_with_every_failure_up_to_a_limit() -> None:
+    pauses = [back_off_s(failures, 0.5, 3.0) for failures in range(6)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]

@@ -25,7 +25,7 @@ from paceline.benchmarks.config import RunLimits, TimedCase
 from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.core.errors import is_out_of_memory
-from paceline.core.processes import deaf_to_interrupts, die_with_parent
+from paceline.core.processes import die_with_parent, ignore_sigint
 from paceline.core.units import GIB, format_binary_bytes
 from paceline.parallel.ranks.hardware import (
     HardwareLocation,
@@ -67,7 +67,7 @@ def run_isolated(
         args=(sender, os.getpid(), memory_limit_bytes, function, argument),
         daemon=True,
     )
-    with deaf_to_interrupts():
+    with ignore_sigint():
         process.start()
     sender.close()
     deadline = time.monotonic() + timeout_s

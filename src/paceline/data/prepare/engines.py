@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
 
 from paceline.core.errors import DataError, PacelineError, UsageError
-from paceline.core.processes import deaf_to_interrupts, die_with_parent, end_processes
+from paceline.core.processes import end_processes, ignore_sigint, start_child
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.job import Task
 
@@ -61,7 +61,7 @@ def open_engine(config: PrepareConfig) -> Iterator[Engine]:
         yield pool
 
 
-_PROGRAM = "from paceline.data.prepare.engines import main; main({descriptor}, {parent})"
+_PROGRAM = "from paceline.data.prepare.engines import main; main({descriptor})"
 
 
 class LocalEngine:
@@ -139,10 +139,10 @@ class _Worker:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            program = _PROGRAM.format(descriptor=theirs.fileno(), parent=os.getpid())
+            program = _PROGRAM.format(descriptor=theirs.fileno())
             search_path = os.pathsep.join(each for each in sys.path if each)
-            with deaf_to_interrupts():
-                self.process = subprocess.Popen(
+            with ignore_sigint():
+                self.process = start_child(
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -156,9 +156,8 @@ class _Worker:
             self.connection.send(message)
 
 
-def main(descriptor: int, parent_pid: int) -> None:
+def main(descriptor: int) -> None:
     """Runs tasks from the connection until it is closed."""
-    die_with_parent(parent_pid)
     with Connection(descriptor) as connection:
         while True:
             try:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline.core.processes import exit_code_of, termination_as_exit
+from paceline.core.processes import exit_code_of, start_child, termination_as_exit
 from paceline.lab.chaos.config import ChaosConfig, Fault, schedule
 from paceline.lab.chaos.faults import Faults, small_disk
 from paceline.lab.chaos.processes import MARK, end_all, new_mark
@@ -56,10 +56,10 @@ class Command:
         environment = {**os.environ, MARK: self._mark}
         if not self._hosts:
             # In a new session Ctrl-C reaches only this process, which then ends the command.
-            self._running = [subprocess.Popen(self._words, env=environment, start_new_session=True)]
+            self._running = [start_child(self._words, env=environment, start_new_session=True)]
             return
         self._running = [
-            subprocess.Popen(
+            start_child(
                 rank_command(host, self._words),
                 env={**environment, **rank_environment(self._hosts, host.index, 1)},
                 start_new_session=True,

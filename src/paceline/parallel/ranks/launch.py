@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
-from paceline.core.processes import deaf_to_interrupts
+from paceline.core.processes import ignore_sigint
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import RENDEZVOUS_FILE, Placement, local_placement
 from paceline.parallel.ranks.rendezvous import rendezvous_path
@@ -149,7 +149,7 @@ class RankPool:
                     daemon=True,
                     name=f"paceline-rank-{rank}",
                 )
-                with deaf_to_interrupts():
+                with ignore_sigint():
                     process.start()
                 ranks_end.close()
                 self._processes.append(process)

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -26,7 +25,7 @@ from paceline.core.errors import UsageError
 from paceline.core.processes import (
     TERMINATION_GRACE_S,
     die_with_agent,
-    die_with_parent,
+    start_child,
     termination_as_exit,
     wait_for_group,
 )
@@ -166,7 +165,6 @@ def _run_copies(host: HostPlacement, grace_s: float) -> int:
     command = [sys.executable, *sys.orig_argv[1:]]
     world_size = host.num_hosts * host.ranks_per_host
     threads = threads_per_rank(host.ranks_per_host)
-    parent_pid = os.getpid()
     with rendezvous_path() as path, termination_as_exit():
         shared = {
             "WORLD_SIZE": str(world_size),
@@ -182,10 +180,9 @@ def _run_copies(host: HostPlacement, grace_s: float) -> int:
         processes = {}
         for local_rank in range(host.ranks_per_host):
             rank = host.host * host.ranks_per_host + local_rank
-            processes[f"rank {rank}"] = subprocess.Popen(
+            processes[f"rank {rank}"] = start_child(
                 command,
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-                preexec_fn=lambda: die_with_parent(parent_pid),
             )
         exit_code, culprit = wait_for_group(processes, grace_s=grace_s)
     if culprit is not None:

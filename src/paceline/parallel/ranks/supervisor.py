@@ -34,7 +34,8 @@ from paceline.core.processes import (
     STOP_SIGNALS,
     STOPPED,
     ForkedProcess,
-    PassedOn,
+    SignalForwarder,
+    back_off_s,
     die_with_parent,
     exit_code_of,
 )
@@ -115,12 +116,9 @@ class RestartPolicy:
         if self._num_restarts >= self._max_restarts:
             return Verdict(restart=False, why=f"given up after {self._num_restarts} restarts")
         self._num_restarts += 1
-        pause_s = 0.0
-        if self._num_same > 1:
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_same - 2))
         return Verdict(
             restart=True,
-            pause_s=pause_s,
+            pause_s=back_off_s(self._num_same - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S),
             why=f"restart {self._num_restarts} of at most {self._max_restarts}",
         )
 
@@ -170,7 +168,7 @@ def supervise(
     untold: tuple[Restart, ...] = ()
     number = 0
     gc.freeze()  # Collecting existing objects in a rank would copy pages shared by the fork.
-    with PassedOn() as requests:
+    with SignalForwarder() as requests:
         while True:
             ending = supervisor.run_attempt(untold, requests)
             if isinstance(ending, int):
@@ -209,7 +207,7 @@ class _Supervisor:
         self._grace_s = grace_s
         self.heartbeats = Heartbeats.for_ranks(num_ranks)
 
-    def run_attempt(self, untold: tuple[Restart, ...], requests: PassedOn) -> Failure | int:
+    def run_attempt(self, untold: tuple[Restart, ...], requests: SignalForwarder) -> Failure | int:
         """Runs all ranks once; returns their failure, or the exit code if none failed."""
         self.heartbeats.reset()
         ranks: dict[int, ForkedProcess] = {}
@@ -222,7 +220,7 @@ class _Supervisor:
                 for process in ranks.values():
                     process.kill()
 
-    def _wait(self, ranks: dict[int, ForkedProcess], requests: PassedOn) -> Failure | int:
+    def _wait(self, ranks: dict[int, ForkedProcess], requests: SignalForwarder) -> Failure | int:
         code, deadline = 0, None
         lost: Failure | None = None
         blame_until = 0.0

@@ -13,7 +13,14 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
-from paceline.core.processes import STOPPED, PassedOn, die_with_parent, end_processes, exit_code_of
+from paceline.core.processes import (
+    STOPPED,
+    SignalForwarder,
+    back_off_s,
+    end_processes,
+    exit_code_of,
+    start_child,
+)
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
 
@@ -97,14 +104,12 @@ class _Replica:
 
     def start(self, environment: dict[str, str]) -> None:
         """Starts a copy of this script."""
-        parent_pid = os.getpid()
         self._stepped, write_end = os.pipe()
         os.set_blocking(self._stepped, False)
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, *sys.orig_argv[1:]],
             env={**environment, _STEPPED: str(write_end)},
             pass_fds=(write_end,),
-            preexec_fn=lambda: die_with_parent(parent_pid),
         )
         os.close(write_end)
 
@@ -134,7 +139,7 @@ class _Replicas:
         """Keeps the replicas running until the run finishes or is asked to stop."""
         exit_code, stop_by_s = 1, math.inf
         try:
-            with PassedOn() as requests:
+            with SignalForwarder() as requests:
                 for number in range(len(self._replicas)):
                     self._start(number)
                 while any(each.process or each.next_start_s for each in self._replicas):
@@ -184,9 +189,10 @@ class _Replicas:
                 "again"
             )
             return code
-        pause_s = min(_FIRST_PAUSE_S * 2 ** (replica.num_failures - 1), _LONGEST_PAUSE_S)
         _say(f"replica {number} ended with exit code {code} and is restarted")
-        replica.next_start_s = now + pause_s
+        replica.next_start_s = now + back_off_s(
+            replica.num_failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S
+        )
         return None
 
     def _start(self, number: int) -> None:

@@ -7,21 +7,20 @@ resumes from the newest checkpoint, and a task whose run has ended does nothing.
 import dataclasses
 import os
 import pathlib
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
 from paceline.core.processes import (
     STOPPED,
-    die_with_parent,
     end_processes,
+    error_tail,
     exit_code_of,
+    start_child,
     termination_as_exit,
 )
 from paceline.records import Outcome
 from paceline.training.run_files import DIVERGED, METRICS, RECORD
-from paceline.workflows.last_words import last_words
 from paceline.workflows.sweep.directory import ENDED, Ending, write_ending
 
 _LOG = "log.txt"
@@ -60,18 +59,13 @@ class StartedRun:
         self._is_resumed = (self._directory / METRICS).exists()
         command = [sys.executable, "-m", "paceline", "train", task.config]
         command += ["--ranks", str(task.ranks), "--json"]
-        parent = os.getpid()
-        with (self._directory / _LOG).open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(task.threads),
-                # Ctrl-C reaches only the sweep, which then asks its runs to save and stop.
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),
-            )
+        self.process = start_child(
+            command,
+            log=self._directory / _LOG,
+            env=_environment(task.threads),
+            # Ctrl-C reaches only the sweep, which then asks its runs to save and stop.
+            start_new_session=True,
+        )
 
     def poll(self) -> bool | None:
         """Returns whether the run has ended; None while it is running.
@@ -91,7 +85,7 @@ class StartedRun:
         reason = None
         if not (self._directory / RECORD).exists():
             outcome = "diverged" if (self._directory / DIVERGED).exists() else "failed"
-            reason = last_words(self._directory / _LOG, code)
+            reason = error_tail(self._directory / _LOG, code)
         return Ending(
             outcome=outcome,
             reason=reason,
