@@ -22,7 +22,7 @@ from paceline.core.errors import UsageError
 from paceline.data.prepare.config import PrepareConfig, TokenizerConfig
 
 if TYPE_CHECKING:
-    from paceline.data.manifest import Manifest
+    from paceline.data.manifest import DatasetManifest
     from paceline.data.storage import Storage
 
 _EXCERPT_TOKENS = 48
@@ -212,7 +212,7 @@ class DataCommand:
         return self.task.run()
 
 
-def manifest_summary(manifest: "Manifest", place: str) -> dict[str, object]:
+def manifest_summary(manifest: "DatasetManifest", place: str) -> dict[str, object]:
     """Returns a summary of a dataset for JSON output, without its list of shards."""
     return {
         "place": place,
@@ -234,7 +234,7 @@ def manifest_summary(manifest: "Manifest", place: str) -> dict[str, object]:
     }
 
 
-def _print_summary(manifest: "Manifest", place: str) -> None:
+def _print_summary(manifest: "DatasetManifest", place: str) -> None:
     from paceline.reports.tables.dataset import dropped_table, splits_table
 
     console = stdout_console()
@@ -244,7 +244,7 @@ def _print_summary(manifest: "Manifest", place: str) -> None:
 
 
 def _beginnings(
-    storage: "Storage", manifest: "Manifest", split: Literal["train", "heldout"], number: int
+    storage: "Storage", manifest: "DatasetManifest", split: Literal["train", "heldout"], number: int
 ) -> list[str]:
     from paceline.data.inspect import document_beginnings
     from paceline.data.manifest import TOKENIZER

@@ -8,7 +8,7 @@ place of the other, and a plain number of bytes in place of either.
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NewType
 
 from paceline.core.errors import UsageError
@@ -17,6 +17,9 @@ KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 NANOSECOND = 1e-9
 """In seconds."""
+
+Progress = Callable[[int, int], None]
+"""Receives how much of some work is done and how much there is, in any unit."""
 
 Gigabytes = NewType("Gigabytes", float)
 """Units of 10^9 bytes, as in the specifications of devices and links."""

@@ -6,17 +6,18 @@ The first tokens of some documents of a split.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import blake3
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.finding import Finding
+from paceline.core.units import Progress
 from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
     TOKENIZER,
-    Manifest,
+    DatasetManifest,
     ShardEntry,
     SplitName,
     documents_name,
@@ -27,12 +28,9 @@ from paceline.data.storage import Storage
 _PART_BYTES = 2**24
 _REMEDY = "prepare the dataset again, or restore the file from a backup"
 
-Progress = Callable[[int, int], None]
-"""Receives the number of bytes read and the total."""
-
 
 def verify(
-    storage: Storage, manifest: Manifest, progress: Progress = lambda done, total: None
+    storage: Storage, manifest: DatasetManifest, progress: Progress = lambda done, total: None
 ) -> Iterator[Finding]:
     """Yields the defects of a dataset; nothing if it matches its manifest."""
     sizes = storage.sizes()
@@ -56,7 +54,7 @@ def verify(
             yield _finding("unexpected", storage, name, "is not in the manifest", "remove it")
 
 
-def _expected_sizes(manifest: Manifest, split: SplitName) -> Iterator[tuple[str, int]]:
+def _expected_sizes(manifest: DatasetManifest, split: SplitName) -> Iterator[tuple[str, int]]:
     for shard, entry in enumerate(manifest.splits[split].shard_entries()):
         sizes = manifest.shard_sizes(entry)
         yield tokens_name(split, shard), sizes.tokens
@@ -75,7 +73,7 @@ def _wrong_sizes(
 
 
 def _verify_shard(
-    storage: Storage, manifest: Manifest, names: tuple[str, str], entry: ShardEntry
+    storage: Storage, manifest: DatasetManifest, names: tuple[str, str], entry: ShardEntry
 ) -> Iterator[Finding]:
     """Yields the defects in the contents of a shard whose files have the right sizes."""
     documents, tokens = names
@@ -136,7 +134,7 @@ class DocumentLengths:
 
 
 def document_lengths(
-    storage: Storage, manifest: Manifest, split: SplitName, max_shards: int | None = None
+    storage: Storage, manifest: DatasetManifest, split: SplitName, max_shards: int | None = None
 ) -> DocumentLengths:
     """Counts the documents of a split's first `max_shards` shards, by default of all shards."""
     counts = np.zeros(64, np.int64)
@@ -162,7 +160,11 @@ def document_lengths(
 
 
 def document_beginnings(
-    storage: Storage, manifest: Manifest, split: SplitName, num_documents: int, num_tokens: int
+    storage: Storage,
+    manifest: DatasetManifest,
+    split: SplitName,
+    num_documents: int,
+    num_tokens: int,
 ) -> Iterator[NDArray[np.unsignedinteger]]:
     """Yields the first tokens of documents spread evenly over a split's first shard."""
     if not manifest.num_shards(split):

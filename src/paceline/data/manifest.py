@@ -78,7 +78,9 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Locations of some of them."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class DatasetManifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
     """The description of a prepared dataset."""
 
     schema: int
@@ -140,12 +142,12 @@ def documents_name(split: SplitName, shard: int) -> str:
     return f"{split}/{shard:08d}.documents"
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: DatasetManifest) -> bytes:
     """Returns the manifest as the bytes that are stored."""
     return msgspec.json.encode(manifest) + b"\n"
 
 
-def read_manifest(storage: Storage) -> Manifest:
+def read_manifest(storage: Storage) -> DatasetManifest:
     """Reads the manifest of a dataset; the error for an invalid one names the field."""
     where = f"{storage.url}/{MANIFEST}"
     try:
@@ -156,7 +158,7 @@ def read_manifest(storage: Storage) -> Manifest:
             "`paceline data prepare` (again)"
         ) from None
     try:
-        manifest = msgspec.json.decode(content, type=Manifest)
+        manifest = msgspec.json.decode(content, type=DatasetManifest)
     except UNDECODABLE as error:
         raise DataError(f"{where}: not a manifest: {error}; prepare the dataset again") from error
     if manifest.schema != SCHEMA:

@@ -6,19 +6,18 @@ sequence in tokens; int64 first byte of each sequence in the .bin; int64 bounds 
 as sequence numbers from 0 to the number of sequences. Readers memory-map both files.
 """
 
-import contextlib
 import os
 import pathlib
 import struct
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
+from paceline.core.files import atomic_file
 from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
-    Manifest,
+    DatasetManifest,
     SplitName,
     documents_name,
     tokens_name,
@@ -117,7 +116,7 @@ class MegatronDataset:
 
 
 def write_megatron(
-    storage: Storage, manifest: Manifest, split: SplitName, prefix: str | os.PathLike[str]
+    storage: Storage, manifest: DatasetManifest, split: SplitName, prefix: str | os.PathLike[str]
 ) -> None:
     """Writes a split as PREFIX.bin and PREFIX.idx, the index last.
 
@@ -127,7 +126,7 @@ def write_megatron(
     code = _UINT16 if manifest.dtype == "uint16" else _INT32
     num_before = 0
     ends = []
-    with _unfinished(pathlib.Path(f"{os.fspath(prefix)}.bin")) as path, path.open("wb") as file:
+    with atomic_file(pathlib.Path(f"{os.fspath(prefix)}.bin")) as file:
         for shard in range(manifest.num_shards(split)):
             content = storage.read(tokens_name(split, shard))
             shard_ends = np.frombuffer(
@@ -139,20 +138,8 @@ def write_megatron(
     document_ends = np.concatenate([np.zeros(1, np.int64), *ends])
     lengths = np.diff(document_ends)
     num_documents = len(lengths)
-    with _unfinished(pathlib.Path(f"{os.fspath(prefix)}.idx")) as path, path.open("wb") as file:
+    with atomic_file(pathlib.Path(f"{os.fspath(prefix)}.idx")) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, code, num_documents, num_documents + 1))
         file.write(lengths.astype("<i4").tobytes())
         file.write((document_ends[:-1] * manifest.token_bytes).astype("<i8").tobytes())
         file.write(np.arange(num_documents + 1, dtype="<i8").tobytes())
-
-
-@contextlib.contextmanager
-def _unfinished(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary sibling path, which is renamed to `path` on success."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sibling = path.with_name(f".unfinished-{os.getpid()}-{path.name}")
-    try:
-        yield sibling
-        sibling.replace(path)
-    finally:
-        sibling.unlink(missing_ok=True)

@@ -16,19 +16,16 @@ import functools
 import os
 import pathlib
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from paceline.core.errors import DataError, TruncatedError, UsageError
+from paceline.core.files import UNFINISHED, atomic_file, create_atomically
 from paceline.core.processes import back_off_s
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
-
-
-_UNFINISHED = ".unfinished-"
 
 
 class LocalStorage:
@@ -68,24 +65,20 @@ class LocalStorage:
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Writes a temporary sibling and renames it."""
-        with _unfinished(self.path(name), content) as unfinished:
-            unfinished.replace(self.path(name))
+        with _writing(self.path(name)), atomic_file(self.path(name)) as file:
+            file.write(content)
 
     def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
         """Writes a temporary sibling and hard-links it to the name, if the name is free."""
-        with _unfinished(self.path(name), content) as unfinished:
-            try:
-                self.path(name).hardlink_to(unfinished)
-            except FileExistsError:
-                return self.read(name) == content
-        return True
+        with _writing(self.path(name)):
+            return create_atomically(self.path(name), content) or self.read(name) == content
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Returns the sizes of the files below a prefix, without partial files."""
         return {
             path.relative_to(self.directory).as_posix(): path.stat().st_size
             for path in sorted(self.path(prefix).rglob("*"))
-            if path.is_file() and not path.name.startswith(_UNFINISHED)
+            if path.is_file() and not path.name.startswith(UNFINISHED)
         }
 
     def delete(self, name: str) -> None:
@@ -104,28 +97,15 @@ class LocalStorage:
 
     def discard_unfinished(self) -> None:
         """Deletes temporary siblings that were never renamed."""
-        for path in self.directory.rglob(f"{_UNFINISHED}*"):
+        for path in self.directory.rglob(f"{UNFINISHED}*"):
             path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _unfinished(
-    path: pathlib.Path, content: bytes | bytearray | memoryview
-) -> Iterator[pathlib.Path]:
-    """Yields a temporary sibling with the content; deletes it unless it was renamed."""
+def _writing(path: pathlib.Path) -> Iterator[None]:
+    """Raises a `DataError` if a file cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:  # noqa: PTH123  (a descriptor has no path)
-                os.fchmod(descriptor, 0o644)  # The usual mode; mkstemp creates private files.
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
-            yield pathlib.Path(unfinished)
-        finally:
-            with contextlib.suppress(OSError):
-                pathlib.Path(unfinished).unlink()
+        yield
     except OSError as error:
         raise DataError(
             f"{path}: cannot be written: {error.strerror}; free disk space, or name another place"

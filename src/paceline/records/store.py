@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from paceline.core.errors import RecordError
+from paceline.core.files import atomic_file
 from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
@@ -170,6 +171,5 @@ class RowFile(Generic[RowT]):
         if not self.path.exists():
             return
         kept = b"".join(msgspec.json.encode(row) + b"\n" for row in self.read() if row.step <= step)
-        beside = self.path.with_suffix(".unfinished")
-        beside.write_bytes(kept)
-        beside.replace(self.path)
+        with atomic_file(self.path) as file:
+            file.write(kept)

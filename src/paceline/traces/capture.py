@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from paceline.core.files import atomic_file
 from paceline.traces.reader import AnyEvent, TraceError, TraceReader
 
 _FOOTER_BYTES = 2**16
@@ -58,10 +59,9 @@ def merge_traces(parts: Sequence[TracePart], output: pathlib.Path) -> None:
     """Writes one trace in which each rank is a process, with constant memory."""
     origins = [_base_ns(part.path) + part.offset_ns for part in parts]
     first = min(origins)
-    unfinished = output.with_name(output.name + ".unfinished")
     encoder = msgspec.json.Encoder()
     try:
-        with unfinished.open("wb") as file:
+        with atomic_file(output) as file:
             file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
             separator = b"\n"
             for part, origin in zip(parts, origins, strict=True):
@@ -70,9 +70,7 @@ def merge_traces(parts: Sequence[TracePart], output: pathlib.Path) -> None:
                     file.write(encoder.encode(event))
                     separator = b",\n"
             file.write(b'\n], "baseTimeNanoseconds": %d}\n' % first)
-        unfinished.replace(output)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise TraceError(f"the trace could not be written to {output}: {error}") from error
 
 

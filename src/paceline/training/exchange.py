@@ -33,6 +33,7 @@ from paceline.checkpoint.state import MODEL
 from paceline.checkpoint.storage import open_place
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
+from paceline.core.units import Progress
 from paceline.data.loader.config import SourceConfig
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import Tokenizer
@@ -43,7 +44,6 @@ from paceline.models.hugging_face.files import (
     MAX_SHARD_BYTES,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    Progress,
     read_config,
     read_weights,
     require_room,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.manifest import Manifest, SplitName, documents_name, tokens_name
+from paceline.data.manifest import DatasetManifest, SplitName, documents_name, tokens_name
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.storage import open_storage
 
@@ -61,7 +61,7 @@ def dataset_bytes(out: pathlib.Path) -> dict[str, bytes]:
 
 
 def stored_documents(
-    out: pathlib.Path | str, manifest: Manifest, split: SplitName
+    out: pathlib.Path | str, manifest: DatasetManifest, split: SplitName
 ) -> list[np.ndarray]:
     """Returns the tokens of each document of a split, including its end token, from all shards."""
     storage = open_storage(out)
@@ -83,7 +83,7 @@ def stored_documents(
     return np.split(stream, bounds[:-1])
 
 
-def stored_texts(out: pathlib.Path | str, manifest: Manifest, split: SplitName) -> list[str]:
+def stored_texts(out: pathlib.Path | str, manifest: DatasetManifest, split: SplitName) -> list[str]:
     """Returns the texts of a dataset in the byte vocabulary."""
     texts = []
     for document in stored_documents(out, manifest, split):

@@ -13,7 +13,7 @@ from paceline.data.manifest import (
     MANIFEST,
     SCHEMA,
     TOKENIZER,
-    Manifest,
+    DatasetManifest,
     ShardEntry,
     Split,
     SplitName,
@@ -57,7 +57,7 @@ def write_dataset(
         own = tokens[start : start + shard_tokens].astype(np.dtype(dtype).newbyteorder("<"))
         own_ends = ends[(ends > start) & (ends <= start + shard_tokens)] - start
         entries.append(_write_shard(storage, split, shard, own, own_ends))
-    manifest = Manifest(
+    manifest = DatasetManifest(
         schema=SCHEMA,
         dtype=dtype,
         shard_tokens=shard_tokens,

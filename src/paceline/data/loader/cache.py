@@ -27,7 +27,7 @@ import blake3
 
 from paceline.core.errors import DataError
 from paceline.core.units import format_binary_bytes
-from paceline.data.manifest import Manifest, SplitName
+from paceline.data.manifest import DatasetManifest, SplitName
 from paceline.data.storage import LocalStorage, Storage
 
 
@@ -118,7 +118,7 @@ class ShardCache:
     def __init__(
         self,
         storage: Storage,
-        manifest: Manifest,
+        manifest: DatasetManifest,
         split: SplitName,
         *,
         directory: str | os.PathLike[str],

@@ -32,7 +32,7 @@ from paceline.data.loader.cache import ShardCache
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
-    Manifest,
+    DatasetManifest,
     SplitName,
     documents_name,
     read_manifest,
@@ -115,7 +115,7 @@ class SplitSamples:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: DatasetManifest,
         split: SplitName,
         files: ShardFiles,
         context_length: int,
@@ -205,7 +205,7 @@ class OpenSource:
 
     place: str
     """Its directory or URL."""
-    manifest: Manifest
+    manifest: DatasetManifest
     """Its manifest."""
     samples: SplitSamples
     """Its samples."""
@@ -248,7 +248,7 @@ def sources_digest(sources: list[OpenSource]) -> str:
     return blake3.blake3(msgspec.json.encode(fingerprints)).hexdigest(16)
 
 
-def _open_source(storage: Storage, manifest: Manifest, config: LoaderConfig) -> OpenSource:
+def _open_source(storage: Storage, manifest: DatasetManifest, config: LoaderConfig) -> OpenSource:
     if isinstance(storage, LocalStorage):
         cache = None
         files = ShardFiles(functools.partial(_open_local, storage))
@@ -274,7 +274,7 @@ def _open_local(storage: LocalStorage, name: str) -> BinaryIO:
     return storage.path(name).open("rb")
 
 
-def _shards_in_use(storage: Storage, manifest: Manifest, config: LoaderConfig) -> int:
+def _shards_in_use(storage: Storage, manifest: DatasetManifest, config: LoaderConfig) -> int:
     """Returns how many files a process may keep open; raises if the cache is too small.
 
     Without a window, consecutive samples are in different shards: a cache that does not hold the

@@ -18,7 +18,7 @@ from paceline.core.errors import DataError, UsageError
 from paceline.data.manifest import (
     MANIFEST,
     TOKENIZER,
-    Manifest,
+    DatasetManifest,
     SourceFile,
     SplitName,
     read_manifest,
@@ -126,7 +126,7 @@ class Inputs(NamedTuple):
         ]
 
 
-def find_prepared(config: PrepareConfig) -> Manifest | None:
+def find_prepared(config: PrepareConfig) -> DatasetManifest | None:
     """Returns the manifest if this dataset is already prepared, None if there is no dataset.
 
     Raises:
@@ -171,7 +171,7 @@ def make_job(config: PrepareConfig, inputs: Inputs) -> Job:
     )
 
 
-def find_finished(inputs: Inputs, storage: Storage) -> Manifest | None:
+def find_finished(inputs: Inputs, storage: Storage) -> DatasetManifest | None:
     """Returns the manifest if these inputs are prepared in a storage, None if it has no dataset."""
     try:
         storage.read_range(MANIFEST, 0, 1)
@@ -189,7 +189,7 @@ def find_finished(inputs: Inputs, storage: Storage) -> Manifest | None:
     return manifest
 
 
-def _difference(manifest: Manifest, inputs: Inputs) -> str:
+def _difference(manifest: DatasetManifest, inputs: Inputs) -> str:
     """Returns the first difference between a dataset and the inputs; empty if there is none."""
     if manifest.tokenizer_blake3 != inputs.tokenizer.blake3:
         return "with another tokenizer"

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.core.errors import DataError
+from paceline.core.units import Progress
 from paceline.data.manifest import (
     MANIFEST,
     SCHEMA,
     SPLITS,
     TOKENIZER,
+    DatasetManifest,
     Dropped,
-    Manifest,
     ShardEntry,
     Split,
     SplitName,
@@ -44,11 +45,8 @@ from paceline.data.sources.documents import UNKNOWN_KIND
 from paceline.data.sources.files import FoundFiles
 from paceline.data.storage import Storage, open_storage
 
-Progress = Callable[[int, int], None]
-"""Receives the number of source bytes tokenized and the total."""
 
-
-def prepare(config: PrepareConfig, progress: Progress | None = None) -> Manifest:
+def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetManifest:
     """Prepares a dataset, unless it is already prepared, and returns its manifest."""
     inputs = find_inputs(config)
     storage = open_storage(config.out)
@@ -72,7 +70,7 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> Manifest
         entries = _run_all(engine, write_shard, shard_tasks)
     for file in inputs.files:
         file.require_unchanged()
-    manifest = Manifest(
+    manifest = DatasetManifest(
         schema=SCHEMA,
         dtype="uint16" if inputs.tokenizer.dtype.itemsize == 2 else "uint32",
         shard_tokens=config.shard_tokens,
@@ -170,7 +168,7 @@ def _splits(
     return splits
 
 
-def _remove_others(storage: Storage, manifest: Manifest) -> None:
+def _remove_others(storage: Storage, manifest: DatasetManifest) -> None:
     """Deletes shards of an earlier attempt with other inputs, and partial files."""
     for split in SPLITS:
         expected = {

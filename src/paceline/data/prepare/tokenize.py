@@ -38,7 +38,7 @@ from paceline.data.prepare.job import Job, digest, piece_name
 from paceline.data.sources.documents import Document, LeftOut, TokenDocument
 from paceline.data.sources.files import FoundFile
 from paceline.data.sources.parquet import row_group_bytes
-from paceline.data.sources.read import ReadOptions, Span, describe_place, read_span
+from paceline.data.sources.read import ReadOptions, SourceSpan, describe_place, read_span
 from paceline.data.sources.text import overlaps_itself
 from paceline.data.tokenizer import Tokenizer, one_thread
 
@@ -50,10 +50,10 @@ _MOST_SPANS = 2**12
 """Maximum number of spans in a piece: a packed place has 16 bits for the span."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class SourcePiece(msgspec.Struct, frozen=True, kw_only=True):
     """The input of one tokenization task."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[SourceSpan, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -68,22 +68,22 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         return f"{first.file.name} from {first.start}{more}"
 
 
-def plan_pieces(files: Iterable[FoundFile], reading: ReadOptions) -> list[Piece]:
+def plan_pieces(files: Iterable[FoundFile], reading: ReadOptions) -> list[SourcePiece]:
     """Splits and groups files into pieces of similar size, in the order of the files."""
     files = list(files)
     piece_bytes = _piece_bytes(sum(file.num_bytes for file in files))
     pieces = []
-    spans: list[Span] = []
+    spans: list[SourceSpan] = []
     num_bytes = 0
     for file in files:
         for span in _spans(file, reading, piece_bytes):
             spans.append(span)
             num_bytes += span.num_bytes
             if num_bytes >= piece_bytes or len(spans) == _MOST_SPANS:
-                pieces.append(Piece(spans=tuple(spans)))
+                pieces.append(SourcePiece(spans=tuple(spans)))
                 spans, num_bytes = [], 0
     if spans:
-        pieces.append(Piece(spans=tuple(spans)))
+        pieces.append(SourcePiece(spans=tuple(spans)))
     return pieces
 
 
@@ -97,7 +97,7 @@ def _piece_bytes(total_bytes: int) -> int:
     return piece_bytes
 
 
-def _spans(file: FoundFile, reading: ReadOptions, piece_bytes: int) -> Iterator[Span]:
+def _spans(file: FoundFile, reading: ReadOptions, piece_bytes: int) -> Iterator[SourceSpan]:
     if file.kind == "parquet":
         yield from _row_group_spans(file, row_group_bytes(file, reading.field), piece_bytes)
         return
@@ -107,24 +107,24 @@ def _spans(file: FoundFile, reading: ReadOptions, piece_bytes: int) -> Iterator[
         for start in range(0, num_documents, per_span):
             end = min(start + per_span, num_documents)
             num_bytes = file.num_bytes * (end - start) // num_documents
-            yield Span(file=file, start=start, end=end, num_bytes=num_bytes)
+            yield SourceSpan(file=file, start=start, end=end, num_bytes=num_bytes)
         return
     separator = b"\n" if file.kind == "jsonl" else reading.separator
     can_be_cut = file.compression is None and separator and not overlaps_itself(separator)
     if not can_be_cut or file.num_bytes <= piece_bytes:
-        yield Span(file=file, start=0, end=None, num_bytes=file.num_bytes)
+        yield SourceSpan(file=file, start=0, end=None, num_bytes=file.num_bytes)
         return
     for start in range(0, file.num_bytes, piece_bytes):
         end = min(start + piece_bytes, file.num_bytes)
-        yield Span(file=file, start=start, end=end, num_bytes=end - start)
+        yield SourceSpan(file=file, start=start, end=end, num_bytes=end - start)
 
 
-def _row_group_spans(file: FoundFile, sizes: list[int], piece_bytes: int) -> Iterator[Span]:
+def _row_group_spans(file: FoundFile, sizes: list[int], piece_bytes: int) -> Iterator[SourceSpan]:
     start = num_bytes = 0
     for group, size in enumerate(sizes):
         num_bytes += size
         if num_bytes >= piece_bytes or group == len(sizes) - 1:
-            yield Span(file=file, start=start, end=group + 1, num_bytes=num_bytes)
+            yield SourceSpan(file=file, start=start, end=group + 1, num_bytes=num_bytes)
             start, num_bytes = group + 1, 0
 
 
@@ -137,7 +137,7 @@ class PieceTask(msgspec.Struct, frozen=True, kw_only=True):
     """A piece to tokenize."""
 
     job: Job
-    piece: Piece
+    piece: SourcePiece
 
     @property
     def label(self) -> str:
@@ -176,7 +176,7 @@ def tokenize_piece(task: PieceTask) -> PieceResult:
 
 
 def _batches(
-    span: Span, job: Job, writer: "_BlockWriter"
+    span: SourceSpan, job: Job, writer: "_BlockWriter"
 ) -> Iterator[list[Document] | list[TokenDocument]]:
     """Yields a span's documents in batches and reports dropped documents to the writer."""
     batch: list[Document] = []
@@ -211,7 +211,10 @@ class _BlockWriter:
         self._begin()
 
     def add(
-        self, span_number: int, batch: Sequence[Document] | Sequence[TokenDocument], span: Span
+        self,
+        span_number: int,
+        batch: Sequence[Document] | Sequence[TokenDocument],
+        span: SourceSpan,
     ) -> None:
         """Adds documents of a span."""
         rows = np.empty(len(batch), DOCUMENT)
@@ -232,7 +235,7 @@ class _BlockWriter:
         if self._num_tokens >= BLOCK_TOKENS or self._num_documents >= BLOCK_DOCUMENTS:
             self._write()
 
-    def leave_out(self, found: LeftOut, span: Span) -> None:
+    def leave_out(self, found: LeftOut, span: SourceSpan) -> None:
         """Counts a dropped document."""
         example = describe_place(span.file, found.place)
         dropped = Dropped(num_documents=1, num_bytes=found.num_bytes, examples=[example])
@@ -259,7 +262,7 @@ class _BlockWriter:
 
 
 def _encode(
-    tokenizer: Tokenizer, batch: Sequence[Document] | Sequence[TokenDocument], span: Span
+    tokenizer: Tokenizer, batch: Sequence[Document] | Sequence[TokenDocument], span: SourceSpan
 ) -> tuple[bytes, list[int], npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
     """Returns the documents' hashes and sizes, their concatenated tokens, and token counts."""
     texts = [document.text for document in batch if isinstance(document, Document)]
@@ -275,7 +278,9 @@ def _encode(
     return hashes, [len(content) for content in contents], tokens, lengths
 
 
-def _ended(document: TokenDocument, tokenizer: Tokenizer, span: Span) -> npt.NDArray[np.integer]:
+def _ended(
+    document: TokenDocument, tokenizer: Tokenizer, span: SourceSpan
+) -> npt.NDArray[np.integer]:
     """Returns a document's tokens with exactly one end-of-document token at the end."""
     tokens = document.tokens
     unknown = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]

@@ -1,12 +1,13 @@
 """Trains a tokenizer on an even sample of the sources."""
 
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.core.errors import DataError, UsageError
+from paceline.core.units import Progress
 from paceline.data.prepare.config import TokenizerConfig
 from paceline.data.prepare.job import reading_options
-from paceline.data.prepare.tokenize import Piece, plan_pieces
+from paceline.data.prepare.tokenize import SourcePiece, plan_pieces
 from paceline.data.sources.documents import Document
 from paceline.data.sources.files import find_files
 from paceline.data.sources.read import ReadOptions, read_span
@@ -14,9 +15,7 @@ from paceline.data.storage import open_storage
 from paceline.data.tokenizer import Tokenizer, train_bpe
 
 
-def train_tokenizer(
-    config: TokenizerConfig, progress: Callable[[int, int], None] | None = None
-) -> Tokenizer:
+def train_tokenizer(config: TokenizerConfig, progress: Progress | None = None) -> Tokenizer:
     """Trains byte-level BPE, writes its tokenizer.json and returns it."""
     out = pathlib.Path(config.out)
     if out.is_dir():
@@ -33,7 +32,7 @@ def train_tokenizer(
     return Tokenizer(json)
 
 
-def _sample(pieces: Sequence[Piece], sample_bytes: int) -> list[Piece]:
+def _sample(pieces: Sequence[SourcePiece], sample_bytes: int) -> list[SourcePiece]:
     """Returns every n-th piece, so that about `sample_bytes` bytes remain."""
     total = sum(piece.num_bytes for piece in pieces)
     step = max(1, total // sample_bytes)
@@ -45,10 +44,10 @@ class _Documents:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SourcePiece],
         reading: ReadOptions,
         sample_bytes: int,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> None:
         self.num_documents = 0
         self._pieces = pieces

@@ -21,7 +21,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_document_bytes: int
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class SourceSpan(msgspec.Struct, frozen=True, kw_only=True):
     """A range of a file: of bytes, of row groups (Parquet), or of documents (Megatron)."""
 
     file: FoundFile
@@ -32,7 +32,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes to read, for the progress bar."""
 
 
-def read_span(span: Span, options: ReadOptions) -> Iterator[Found]:
+def read_span(span: SourceSpan, options: ReadOptions) -> Iterator[Found]:
     """Yields the documents of a span in order."""
     file, start, end = span.file, span.start, span.end
     most_bytes = options.max_document_bytes

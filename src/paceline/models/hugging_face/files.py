@@ -14,14 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from paceline.core.errors import UsageError
+from paceline.core.units import Progress
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """The default of transformers 4; transformers 5 has 50 GB."""
-
-Progress = Callable[[int, int], None]
-"""Receives the number of bytes done and the total."""
 
 
 def write_model(

@@ -1,11 +1,11 @@
 """Tables of a prepared dataset."""
 
 from paceline.core.units import format_binary_bytes, format_count
-from paceline.data.manifest import Manifest
+from paceline.data.manifest import DatasetManifest
 from paceline.reports.tables.table import Table
 
 
-def splits_table(manifest: Manifest, place: str) -> Table:
+def splits_table(manifest: DatasetManifest, place: str) -> Table:
     """Returns a row per split: shards, documents, tokens, size."""
     vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
     return Table(
@@ -28,7 +28,7 @@ def splits_table(manifest: Manifest, place: str) -> Table:
     )
 
 
-def dropped_table(manifest: Manifest) -> Table:
+def dropped_table(manifest: DatasetManifest) -> Table:
     """Returns a row per reason for dropping documents."""
     return Table(
         headers=("left out", "documents", "size", "for example"),

@@ -8,7 +8,7 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.data.manifest import (
     MANIFEST,
-    Manifest,
+    DatasetManifest,
     ShardEntry,
     Split,
     encode_manifest,
@@ -17,7 +17,7 @@ from paceline.data.manifest import (
 from paceline.data.storage import open_storage
 
 _ENTRY = ShardEntry(num_tokens=7, num_documents=2, tokens_blake3="aa", documents_blake3="bb")
-_MANIFEST = Manifest(
+_MANIFEST = DatasetManifest(
     schema=1,
     dtype="uint16",
     shard_tokens=8,

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.data import inspect as verify_module
 from paceline.data.inspect import verify
-from paceline.data.manifest import MANIFEST, Manifest, encode_manifest, read_manifest
+from paceline.data.manifest import MANIFEST, DatasetManifest, encode_manifest, read_manifest
 from paceline.data.storage import LocalStorage
 from tests.unit.data.dataset_factory import write_dataset
 
@@ -72,7 +72,7 @@ def test_what_the_manifest_does_not_know_is_named(storage: LocalStorage) -> None
     assert "train/00000099.tokens is not in the manifest; remove it" in finding
 
 
-def _with(storage: LocalStorage, **changes: object) -> Manifest:
+def _with(storage: LocalStorage, **changes: object) -> DatasetManifest:
     manifest = msgspec.structs.replace(read_manifest(storage), **changes)
     storage.write(MANIFEST, encode_manifest(manifest))
     return manifest

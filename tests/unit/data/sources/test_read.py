@@ -15,7 +15,7 @@ from paceline.data.sources import files
 from paceline.data.sources.documents import Document, Found, LeftOut
 from paceline.data.sources.files import find_files
 from paceline.data.sources.parquet import row_group_bytes
-from paceline.data.sources.read import ReadOptions, Span, read_span
+from paceline.data.sources.read import ReadOptions, SourceSpan, read_span
 from tests.unit.data.corpus import make_documents, write_jsonl
 
 DOCUMENTS = make_documents(30)
@@ -26,7 +26,7 @@ def _read(path: pathlib.Path, separator: bytes = SEPARATOR, most_bytes: int = 20
     (file,) = find_files([str(path)]).files
     options = ReadOptions(separator=separator, field="text", max_document_bytes=most_bytes)
     end = len(row_group_bytes(file, "text")) if file.kind == "parquet" else None
-    return list(read_span(Span(file=file, start=0, end=end, num_bytes=0), options))
+    return list(read_span(SourceSpan(file=file, start=0, end=end, num_bytes=0), options))
 
 
 def _texts(found: list[Found]) -> list[str]:
@@ -175,4 +175,4 @@ def test_a_missing_package_names_its_extra(
     monkeypatch.setitem(__import__("sys").modules, package, None)
     options = ReadOptions(separator=SEPARATOR, field="text", max_document_bytes=9)
     with pytest.raises(UsageError, match=rf"paceline\[{extra}\]"):
-        list(read_span(Span(file=file, start=0, end=1, num_bytes=0), options))
+        list(read_span(SourceSpan(file=file, start=0, end=1, num_bytes=0), options))

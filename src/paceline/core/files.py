@@ -1,0 +1,52 @@
+"""Files that exist in full or not at all: written under another name, then renamed or linked.
+
+A writer that is killed leaves only a hidden sibling whose name starts with `UNFINISHED`.
+"""
+
+import contextlib
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+UNFINISHED = ".unfinished-"
+"""Prefix of the names of files that are being written."""
+
+
+@contextlib.contextmanager
+def atomic_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Yields a file to write, which replaces `path` when the context ends without an error."""
+    with _unfinished(path) as file:
+        yield file
+        _make_durable(file)
+        pathlib.Path(file.name).replace(path)
+
+
+def create_atomically(path: pathlib.Path, content: bytes | bytearray | memoryview) -> bool:
+    """Writes a file unless `path` exists; returns whether it was written."""
+    with _unfinished(path) as file:
+        file.write(content)
+        _make_durable(file)
+        try:
+            path.hardlink_to(file.name)
+        except FileExistsError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _unfinished(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=UNFINISHED, dir=path.parent, delete=False) as file:
+        try:
+            os.fchmod(file.fileno(), 0o644)  # The usual mode; temporary files are private.
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                pathlib.Path(file.name).unlink()
+
+
+def _make_durable(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,34 @@
+import pathlib
+
+import pytest
+
+from paceline.core.files import UNFINISHED, atomic_file, create_atomically
+
+
+def test_a_file_is_replaced_only_when_it_is_complete(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "new" / "file"
+    with atomic_file(path) as file:
+        file.write(b"one")
+        assert not path.exists()
+    assert path.read_bytes() == b"one"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
+        file.write(b"half")
+        (unfinished,) = tmp_path.glob(f"{UNFINISHED}*")
+        assert unfinished.exists()
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_existing_file_is_not_created_again(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "file"
+    assert create_atomically(path, b"one")
+    assert not create_atomically(path, b"two")
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]
