@@ -348,7 +348,6 @@ with distributed_session(timeout_s=8) as session:
 @needs_lab
 def test_a_pulled_cable_ends_every_rank_in_time(tmp_path: pathlib.Path) -> None:
     from paceline.lab.network import INTERFACE
-    from paceline.lab.rank import rank_command
     from paceline.lab.run import rank_environment
 
     script = tmp_path / "link_down.py"
@@ -356,7 +355,7 @@ def test_a_pulled_cable_ends_every_rank_in_time(tmp_path: pathlib.Path) -> None:
     with hosts(2, LinkShape(rate_bits_per_s=2e8)) as made:
         ranks = [
             subprocess.Popen(
-                rank_command(made[rank], [PYTHON, str(script)]),
+                made[rank].command([PYTHON, str(script)]),
                 env=os.environ | rank_environment(made, rank, ranks_per_host=1),
                 stderr=subprocess.PIPE,
                 text=True,

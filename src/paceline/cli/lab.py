@@ -24,11 +24,8 @@ from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from paceline.lab.chaos.config import ChaosConfig, FaultKind, Kind
+    from paceline.lab.chaos.config import ChaosConfig, Kind
     from paceline.lab.chaos.records import ChaosAudit
-
-
-_DISK_FULL_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,26 +131,20 @@ class ChaosCommand:
             reference=self.reference,
         )
 
-    def _kinds(self) -> "dict[FaultKind, Kind]":
+    def _kinds(self) -> "dict[str, Kind]":
         from paceline.lab.chaos.config import Kind
+        from paceline.lab.chaos.faults import FAULTS
 
         every_s = parse_seconds(self.every, "period")
-        kinds: dict[FaultKind, Kind] = {}
+        kinds = {}
         if self.kill_every is not None:
             kinds["kill"] = Kind(every_s=parse_seconds(self.kill_every, "period"))
-        durations: dict[FaultKind, str | None] = {
-            "stop": self.stop,
-            "link-down": self.link_down,
-            "link-slow": self.link_slow,
-            "link-loss": self.link_loss,
-        }
-        for kind, text in durations.items():
-            if text is not None:
-                kinds[kind] = Kind(every_s=every_s, lasts_s=parse_seconds(text, "duration"))
-        if self.disk_full:
-            kinds["disk-full"] = Kind(every_s=every_s, lasts_s=_DISK_FULL_S)
-        if self.corrupt:
-            kinds["corrupt"] = Kind(every_s=every_s)
+        for name, fault in FAULTS.items():
+            asked = getattr(self, name.replace("-", "_"), None)
+            if isinstance(asked, str):
+                kinds[name] = Kind(every_s=every_s, lasts_s=parse_seconds(asked, "duration"))
+            elif asked:
+                kinds[name] = Kind(every_s=every_s, lasts_s=fault.lasts_s)
         return kinds
 
     def _audit(self, config: "ChaosConfig") -> "ChaosAudit | None":

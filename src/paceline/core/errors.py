@@ -60,6 +60,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return says_so or isinstance(error, MemoryError)
 
 
+def unknown_name(what: str, name: str, known: Iterable[str]) -> UsageError:
+    """Returns the error for a name that is not among the known ones, with the closest of them."""
+    names = list(known)
+    return UsageError(f"{what} {name!r}; {did_you_mean(name, names)}known: {', '.join(names)}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a "did you mean" hint with the closest known names; empty if none is close."""
     by_lower_case = {each.lower(): each for each in known}

@@ -13,7 +13,7 @@ mean.
 
 from typing import Any, NamedTuple
 
-from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.errors import UsageError, unknown_name
 from paceline.core.specs import Experts, ModelShape
 
 _DIMENSIONS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
@@ -136,8 +136,7 @@ def model_preset(name: str) -> ModelShape:
             f"{name} is a mixture of experts, which only paceline plan search accounts for; "
             f"known here: {', '.join(_PRESETS)}"
         )
-    hint = did_you_mean(name, _PRESETS)
-    raise UsageError(f"unknown model {name!r}; {hint}known: {', '.join(_PRESETS)}")
+    raise unknown_name("unknown model", name, _PRESETS)
 
 
 def find_preset(name: str) -> Preset:
@@ -146,5 +145,4 @@ def find_preset(name: str) -> Preset:
         return _MIXTURES[name]
     if name in _PRESETS:
         return Preset(_PRESETS[name])
-    hint = did_you_mean(name, (*_PRESETS, *_MIXTURES))
-    raise UsageError(f"unknown model {name!r}; {hint}known: {', '.join((*_PRESETS, *_MIXTURES))}")
+    raise unknown_name("unknown model", name, (*_PRESETS, *_MIXTURES))

@@ -7,8 +7,6 @@ namespaces, links and shaping. Namespaces are anonymous, so they cannot leak or 
 
 As root, namespaces are created directly; otherwise inside a user namespace, if the kernel allows
 it. Hosts cannot reach the outside: the switch has no uplink.
-
-The properties of a link, parsed from user input and converted to `tc` arguments.
 """
 
 import contextlib
@@ -16,11 +14,34 @@ import dataclasses
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 from paceline.core.errors import PacelineError, UsageError
-from paceline.core.processes import end_processes
+from paceline.core.processes import die_with_parent, end_processes
 from paceline.core.units import parse_quantity
+
+INTERFACE = "eth0"
+_NETWORK = "10.77.0"
+_MAX_HOSTS = 250
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+
+# `cat` echoes until its standard input closes, that is, until the lab is gone. Then every other
+# process in the namespace is killed, in several rounds because it may be forking.
+_HOLDER = """
+cat
+own=$(readlink /proc/self/ns/net)
+for round in 1 2 3; do
+    for process in /proc/[0-9]*; do
+        pid=${process#/proc/}
+        if [ "$pid" != $$ ] && [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$own" ]; then
+            kill -9 "$pid" 2>/dev/null
+        fi
+    done
+done
+"""
+_HOLDER_GRACE_S = 5.0
+_RUN_INSIDE = "from paceline.lab.network import run_inside; run_inside()"
 
 # Queue length as the time to drain it; packets beyond it are dropped, as by a switch.
 _QUEUE_S = 0.2
@@ -39,7 +60,7 @@ class LinkShape:
     delay_s: float = 0.0
     """Delay added to each packet between two hosts."""
     loss: float = 0.0
-    """Share of packets dropped on arrival."""
+    """Fraction of packets dropped on arrival."""
 
     def __post_init__(self) -> None:
         if self.rate_bits_per_s is not None and not self.rate_bits_per_s >= 1e6:
@@ -61,29 +82,6 @@ class LinkShape:
 def parse_loss(text: str) -> float:
     """Parses a loss such as ``1%`` into a fraction."""
     return parse_quantity(text, {"%": 0.01}, "loss", "1%")
-
-
-INTERFACE = "eth0"
-_NETWORK = "10.77.0"
-_MAX_HOSTS = 250
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-
-
-# `cat` echoes until its standard input closes, that is, until the lab is gone. Then every other
-# process in the namespace is killed, in several rounds because it may be forking.
-_HOLDER = """
-cat
-own=$(readlink /proc/self/ns/net)
-for round in 1 2 3; do
-    for process in /proc/[0-9]*; do
-        pid=${process#/proc/}
-        if [ "$pid" != $$ ] && [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$own" ]; then
-            kill -9 "$pid" 2>/dev/null
-        fi
-    done
-done
-"""
-_HOLDER_GRACE_S = 5.0
 
 
 class LabError(PacelineError):
@@ -109,6 +107,14 @@ class Host:
         """
         return _run([*self.prefix, *command])
 
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Returns the command line that runs a command on this host and dies with this process.
+
+        Args:
+            words: The program and its arguments.
+        """
+        return [*self.prefix, sys.executable, "-c", _RUN_INSIDE, str(os.getpid()), *words]
+
 
 @contextlib.contextmanager
 def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
@@ -133,6 +139,20 @@ def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
             inside = stack.enter_context(_namespace(_without_network(switch)))
             made.append(_connect(switch, inside, index, link))
         yield made
+
+
+def run_inside() -> None:
+    """Replaces this process, which was started inside a host, with the command of its arguments.
+
+    Entering a user namespace clears the parent-death signal, so it is set here, after entering.
+    """
+    parent_pid, *command = sys.argv[1:]
+    die_with_parent(int(parent_pid))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"cannot run {command[0]}: {error.strerror}\n")
+        sys.exit(127)
 
 
 def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link: LinkShape) -> Host:

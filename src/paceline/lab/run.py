@@ -16,7 +16,6 @@ from typing import IO
 from paceline.core.processes import termination_as_exit, wait_for_group
 from paceline.lab.network import INTERFACE, Host, LinkShape, hosts
 from paceline.lab.probe import measure_link
-from paceline.lab.rank import rank_command
 from paceline.records.environment import threads_per_rank
 from paceline.records.links import link_variables
 
@@ -58,7 +57,7 @@ def run_on_hosts(
     for rank in range(len(made) * ranks_per_host):
         host = made[rank // ranks_per_host]
         process = subprocess.Popen(
-            rank_command(host, command),
+            host.command(command),
             env={**os.environ, **rank_environment(made, rank, ranks_per_host), **environment},
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,7 +1,5 @@
 """Plans as JSON; decoding rejects unknown fields."""
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -25,25 +23,20 @@ def decode_plan(data: bytes, source: str = "plan") -> Plan:
         plan = msgspec.convert(raw, Plan)
     except (*UNDECODABLE, ShapeError) as error:
         raise RecordError(f"{source}: not a valid plan: {error}") from error
-    unknown = _first_unknown_key(raw, plan, "$")
+    unknown = _first_unknown_key(raw, msgspec.to_builtins(plan), "$")
     if unknown is not None:
         raise RecordError(f"{source}: not a valid plan: unknown field `{unknown}`")
     return plan
 
 
-def _first_unknown_key(raw: Any, decoded: Any, path: str) -> str | None:
+def _first_unknown_key(raw: dict[str, Any], known: dict[str, Any], path: str) -> str | None:
     # msgspec forbids unknown keys only for its own structs; the specs are plain dataclasses so
-    # that core has no dependencies. The fields of the decoded object are the known keys.
-    if dataclasses.is_dataclass(decoded):
-        known = {field.name: getattr(decoded, field.name) for field in dataclasses.fields(decoded)}
-    elif isinstance(decoded, Mapping):
-        known = dict(decoded)
-    else:
-        return None
+    # that core has no dependencies.
     for key, value in raw.items():
         if key not in known:
             return f"{path}.{key}"
-        unknown = _first_unknown_key(value, known[key], f"{path}.{key}")
-        if unknown is not None:
-            return unknown
+        if isinstance(value, dict):
+            unknown = _first_unknown_key(value, known[key], f"{path}.{key}")
+            if unknown is not None:
+                return unknown
     return None

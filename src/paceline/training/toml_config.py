@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.errors import UsageError, unknown_name
 from paceline.training.config import RunConfig
 
 _COMMENT_WIDTH = 96
@@ -82,8 +82,7 @@ def _require_known(raw: Mapping[str, Any], config: type, where: str) -> None:
     hints = typing.get_type_hints(config)
     for key, value in raw.items():
         if key not in hints:
-            hint = did_you_mean(key, hints)
-            raise UsageError(f"{where}: unknown key {key!r}; {hint}known: {', '.join(hints)}")
+            raise unknown_name(f"{where}: unknown key", key, hints)
         entries = value if isinstance(value, list) else [value]
         for entry in entries:
             if isinstance(entry, dict):

@@ -1,6 +1,6 @@
 """Configuration of a chaos run: the command, its faults and the time limits.
 
-Schedules faults: their times and targets are drawn from a seed before the run starts.
+The times and targets of all faults are drawn from a seed before the run starts.
 """
 
 import dataclasses
@@ -8,12 +8,10 @@ import heapq
 import pathlib
 import random
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 from paceline.core.errors import UsageError
+from paceline.lab.chaos.faults import FAULTS, Fault
 
-FaultKind = Literal["kill", "stop", "link-down", "link-slow", "link-loss", "disk-full", "corrupt"]
-LINK_FAULTS: tuple[FaultKind, ...] = ("link-down", "link-slow", "link-loss")
 # Periods vary between half and one and a half times, so that faults do not synchronise with steps.
 _JITTER = 0.5
 
@@ -30,28 +28,8 @@ class Kind:
             raise UsageError("a fault needs a positive period and no negative duration")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A scheduled fault."""
-
-    number: int
-    """Number from 1, in chronological order."""
-    kind: FaultKind
-    due_s: float
-    """Seconds since the start."""
-    lasts_s: float
-    choice: float
-    """Number in [0, 1) that selects among the targets available at that time."""
-
-
-def schedule(kinds: Mapping[FaultKind, Kind], *, seed: int, for_s: float) -> Iterator[Fault]:
-    """Yields the faults of a run in chronological order; deterministic for a given seed.
-
-    Args:
-        kinds: The kinds of faults to inject.
-        seed: Determines times and targets.
-        for_s: Time limit; no fault is scheduled after it.
-    """
+def schedule(kinds: Mapping[str, Kind], *, seed: int, for_s: float) -> Iterator[Fault]:
+    """Yields the faults of the first `for_s` seconds in chronological order."""
     # Each kind has its own random stream, so that omitting one does not change the others.
     streams = [
         _stream(kind, settings, random.Random(f"{seed} {kind}"), for_s)
@@ -62,9 +40,7 @@ def schedule(kinds: Mapping[FaultKind, Kind], *, seed: int, for_s: float) -> Ite
         yield dataclasses.replace(fault, number=number)
 
 
-def _stream(
-    kind: FaultKind, settings: Kind, chance: random.Random, for_s: float
-) -> Iterator[Fault]:
+def _stream(kind: str, settings: Kind, chance: random.Random, for_s: float) -> Iterator[Fault]:
     due_s = 0.0
     while True:
         due_s += settings.every_s * chance.uniform(1 - _JITTER, 1 + _JITTER)
@@ -82,7 +58,8 @@ class ChaosConfig:
     command: tuple[str, ...]
     run: pathlib.Path
     """Directory of the run, `out` of its config."""
-    kinds: Mapping[FaultKind, Kind]
+    kinds: Mapping[str, Kind]
+    """The kinds of faults to inject, by their names in `FAULTS`."""
     for_s: float
     """How long to inject faults; the run is then left to finish."""
     finish_within_s: float = 600.0
@@ -112,5 +89,5 @@ class ChaosConfig:
             raise UsageError("--for, --finish-within and --recover-within must be positive")
         if self.steps_between < 1:
             raise UsageError("--steps-between must be at least 1")
-        if self.num_hosts < 2 and any(kind in self.kinds for kind in LINK_FAULTS):
+        if self.num_hosts < 2 and any(FAULTS[kind].needs_links for kind in self.kinds):
             raise UsageError("link faults need links between virtual hosts; add --hosts 2")

@@ -1,11 +1,12 @@
-"""Injects each kind of fault into a run, and reverts it.
+"""The faults that chaos can inject into a run, and how each is reverted.
 
-Damages the newest checkpoint of a run: flips a bit or truncates a file.
-
-A separate small disk for a run, which can be filled and freed.
+`FAULTS` lists them by name. To add one, write a context manager that injects the fault, yields a
+description of its target and reverts the fault, and add it to `FAULTS`. `paceline lab chaos` offers
+it as soon as it has an option of the same name: a duration, or a flag.
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import random
@@ -13,23 +14,146 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.checkpoint.storage import parse_step
 from paceline.core.errors import UsageError
 from paceline.core.units import MB
-from paceline.lab.chaos.config import ChaosConfig, Fault
 from paceline.lab.chaos.processes import marked_processes, ranks_of, send
 from paceline.lab.network import INTERFACE, Host, LabError, LinkShape
 from paceline.training.run_files import CHECKPOINTS
 
-_FEWEST = 2
-"""Minimum number of checkpoints: the damaged one, and one to fall back on."""
+_FEWEST_CHECKPOINTS = 2
+"""The damaged one, and one to fall back on."""
+_FILLER = ".chaos-filler"
+_SLOW = LinkShape(rate_bits_per_s=50e6)
+_LOSS = ("-i", INTERFACE, "-m", "statistic", "--mode", "random", "--probability", "0.02")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A scheduled fault."""
+
+    number: int
+    """Number from 1, in chronological order."""
+    kind: str
+    """Name in `FAULTS`."""
+    due_s: float
+    """Seconds since the start."""
+    lasts_s: float
+    choice: float
+    """Number in [0, 1) that selects among the targets available at that time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetRun:
+    """The run that faults act on: on its processes, hosts and directory, and on nothing else."""
+
+    directory: pathlib.Path
+    mark: str
+    """The value that identifies its processes."""
+    hosts: Sequence[Host]
+    """The lab's hosts that it runs on, if any."""
+    any_process: bool
+    """Whether launchers and helper processes are targets, not only ranks."""
+
+
+Inject = Callable[[TargetRun, Fault], contextlib.AbstractContextManager[str | None]]
+"""Injects a fault, yields a description of its target, and reverts it; None without a target."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultType:
+    """A kind of fault."""
+
+    inject: Inject
+    lasts_s: float = 0.0
+    """Duration if none is requested."""
+    needs_links: bool = False
+    """Whether the fault acts on a link between hosts of the lab."""
+
+
+@contextlib.contextmanager
+def _kill(run: TargetRun, fault: Fault) -> Iterator[str | None]:
+    signalled = _signal_process(run, fault, signal.SIGKILL)
+    yield signalled[1] if signalled else None
+
+
+@contextlib.contextmanager
+def _stop(run: TargetRun, fault: Fault) -> Iterator[str | None]:
+    signalled = _signal_process(run, fault, signal.SIGSTOP)
+    if signalled is None:
+        yield None
+        return
+    pid, target = signalled
+    try:
+        yield target
+    finally:
+        send(pid, signal.SIGCONT, run.mark)
+
+
+@contextlib.contextmanager
+def _corrupt(run: TargetRun, fault: Fault) -> Iterator[str | None]:
+    damage = damage_newest(run.directory, fault.choice)
+    # A checkpoint is read only when a run resumes, so a rank is killed as well.
+    is_injected = damage is not None and _signal_process(run, fault, signal.SIGKILL)
+    yield damage if is_injected else None
+
+
+@contextlib.contextmanager
+def _fill_disk(run: TargetRun, _fault: Fault) -> Iterator[str | None]:
+    taken = fill(run.directory)
+    try:
+        yield f"{taken / MB:.0f} MB taken"
+    finally:
+        free(run.directory)
+
+
+def _disturb_link(begin: Sequence[str], end: Sequence[str]) -> FaultType:
+    """Returns the fault that runs one command on a host, and afterwards another."""
+
+    @contextlib.contextmanager
+    def inject(run: TargetRun, fault: Fault) -> Iterator[str | None]:
+        host = run.hosts[int(fault.choice * len(run.hosts))]
+        host.run(*begin)
+        try:
+            yield f"host {host.index}"
+        finally:
+            host.run(*end)
+
+    return FaultType(inject=inject, needs_links=True)
+
+
+FAULTS: dict[str, FaultType] = {
+    "kill": FaultType(inject=_kill),
+    "stop": FaultType(inject=_stop),
+    "link-down": _disturb_link(
+        ("ip", "link", "set", INTERFACE, "down"), ("ip", "link", "set", INTERFACE, "up")
+    ),
+    "link-slow": _disturb_link(
+        ("tc", "qdisc", "add", "dev", INTERFACE, "root", *_SLOW.bucket_arguments),
+        ("tc", "qdisc", "del", "dev", INTERFACE, "root"),
+    ),
+    "link-loss": _disturb_link(
+        ("iptables", "-A", "INPUT", *_LOSS, "-j", "DROP"),
+        ("iptables", "-D", "INPUT", *_LOSS, "-j", "DROP"),
+    ),
+    "disk-full": FaultType(inject=_fill_disk, lasts_s=5.0),
+    "corrupt": FaultType(inject=_corrupt),
+}
+
+
+def _signal_process(run: TargetRun, fault: Fault, number: signal.Signals) -> tuple[int, str] | None:
+    """Signals one process; returns its pid and a description, or None if there was none."""
+    targets = (marked_processes if run.any_process else ranks_of)(run.mark)
+    index = int(fault.choice * len(targets))
+    if not targets or not send(targets[index], number, run.mark):
+        return None
+    return targets[index], f"process {index + 1} of {len(targets)}"
 
 
 def damage_newest(run: pathlib.Path, choice: float) -> str | None:
-    """Damages one file of the newest checkpoint; returns a description of the damage.
+    """Flips a bit or cuts off the end of one file of the newest checkpoint; describes the damage.
 
     Does nothing and returns None if there is no other checkpoint to fall back on.
     """
@@ -38,7 +162,7 @@ def damage_newest(run: pathlib.Path, choice: float) -> str | None:
         for path in (run / CHECKPOINTS).glob("*")
         if (step := parse_step(path.name)) is not None
     }
-    if len(steps) < _FEWEST:
+    if len(steps) < _FEWEST_CHECKPOINTS:
         return None
     newest = steps[max(steps)]
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
@@ -46,20 +170,17 @@ def damage_newest(run: pathlib.Path, choice: float) -> str | None:
         return None
     chance = random.Random(choice)
     file = chance.choice(files)
-    place = chance.randrange(file.stat().st_size)
+    offset = chance.randrange(file.stat().st_size)
     name = file.relative_to(run)
     if chance.random() < 0.5:
-        os.truncate(file, place)
-        return f"{name} cut to {place:,} bytes"
+        os.truncate(file, offset)
+        return f"{name} cut to {offset:,} bytes"
     with file.open("r+b") as content:
-        content.seek(place)
+        content.seek(offset)
         byte = content.read(1)[0]
-        content.seek(place)
+        content.seek(offset)
         content.write(bytes([byte ^ 1 << chance.randrange(8)]))
-    return f"{name}, one bit of byte {place:,} flipped"
-
-
-_FILLER = ".chaos-filler"
+    return f"{name}, one bit of byte {offset:,} flipped"
 
 
 @contextlib.contextmanager
@@ -107,73 +228,3 @@ def _run(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if result.returncode != 0:
         raise LabError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")
-
-
-_SLOW = LinkShape(rate_bits_per_s=50e6)
-_LOSS = ("-i", INTERFACE, "-m", "statistic", "--mode", "random", "--probability", "0.02")
-
-
-class Faults:
-    """Acts only on the processes, hosts and directory of one run.
-
-    Args:
-        config: The configuration of the chaos run.
-        mark: The value that identifies the run's processes.
-        hosts: The lab's hosts that it runs on, if any.
-    """
-
-    def __init__(self, config: ChaosConfig, mark: str, hosts: Sequence[Host]) -> None:
-        self._config = config
-        self._mark = mark
-        self._hosts = list(hosts)
-
-    @contextlib.contextmanager
-    def inflict(self, fault: Fault) -> Iterator[str | None]:
-        """Injects a fault, yields its target, and reverts it; yields None without a target."""
-        if fault.kind in ("kill", "stop", "corrupt"):
-            yield self._signal(fault)
-        elif fault.kind == "disk-full":
-            taken = fill(self._config.run)
-            try:
-                yield f"{taken / MB:.0f} MB taken"
-            finally:
-                free(self._config.run)
-        else:
-            host = self._hosts[int(fault.choice * len(self._hosts))]
-            undo = self._disturb(fault, host)
-            try:
-                yield f"host {host.index}"
-            finally:
-                undo()
-
-    def _signal(self, fault: Fault) -> str | None:
-        """Signals a process; a stopped process is continued after the fault's duration."""
-        damaged = None
-        if fault.kind == "corrupt":
-            # A checkpoint is read only when a run resumes, so a rank is killed as well.
-            damaged = damage_newest(self._config.run, fault.choice)
-            if damaged is None:
-                return None
-        targets = (marked_processes if self._config.any_process else ranks_of)(self._mark)
-        if not targets:
-            return None
-        index = int(fault.choice * len(targets))
-        pid = targets[index]
-        number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
-        if not send(pid, number, self._mark):
-            return None
-        if fault.kind == "stop":
-            time.sleep(fault.lasts_s)
-            send(pid, signal.SIGCONT, self._mark)
-        return damaged or f"process {index + 1} of {len(targets)}"
-
-    def _disturb(self, fault: Fault, host: Host) -> Callable[[], object]:
-        """Disturbs a host's link; returns a function that restores it."""
-        if fault.kind == "link-down":
-            host.run("ip", "link", "set", INTERFACE, "down")
-            return lambda: host.run("ip", "link", "set", INTERFACE, "up")
-        if fault.kind == "link-slow":
-            host.run("tc", "qdisc", "add", "dev", INTERFACE, "root", *_SLOW.bucket_arguments)
-            return lambda: host.run("tc", "qdisc", "del", "dev", INTERFACE, "root")
-        host.run("iptables", "-A", "INPUT", *_LOSS, "-j", "DROP")
-        return lambda: host.run("iptables", "-D", "INPUT", *_LOSS, "-j", "DROP")

@@ -1,18 +1,19 @@
-"""Converts a chaos run to records: one per fault and one for the whole run.
-
-Checks the invariants of a run that must hold despite faults.
-"""
+"""Records of a chaos run, one per fault and one of the whole, and the audit of what must hold."""
 
 import dataclasses
 import pathlib
 from collections.abc import Iterator
 
 from paceline.lab.chaos.config import ChaosConfig
-from paceline.lab.chaos.run import ChaosOutcome, Tried
+from paceline.lab.chaos.run import ChaosOutcome, InjectedFault
 from paceline.records import CaseValue, Environment, Metric, Record
 from paceline.training.audit import audit_run
 from paceline.training.metrics import MetricsFile, StepRow
 from paceline.training.run_files import METRICS
+
+FAULT = "chaos_fault"
+RUN = "chaos_run"
+_MOST_SAMPLES = 2_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,6 @@ def _differences(
     return []
 
 
-FAULT = "chaos_fault"
-RUN = "chaos_run"
-_MOST_SAMPLES = 2_000
-
-
 def chaos_records(
     config: ChaosConfig, outcome: ChaosOutcome, audit: ChaosAudit | None, environment: Environment
 ) -> Iterator[Record]:
@@ -67,9 +63,9 @@ def chaos_records(
         "seed": config.seed,
         "num_hosts": config.num_hosts,
     }
-    for tried in outcome.tried:
-        yield _fault_record(case, tried, environment)
-    lost = [tried for tried in outcome.tried if tried.reason is not None]
+    for injected in outcome.injected:
+        yield _fault_record(case, injected, environment)
+    lost = [injected for injected in outcome.injected if injected.reason is not None]
     findings = () if audit is None else audit.findings
     wrong = [*([outcome.reason] if outcome.reason else []), *findings]
     if outcome.num_orphans:
@@ -80,8 +76,8 @@ def chaos_records(
         case={**case, "for_s": config.for_s},
         environment=environment,
         metrics={
-            "tried": Metric(value=len(outcome.tried)),
-            "survived": Metric(value=len(outcome.tried) - len(lost)),
+            "tried": Metric(value=len(outcome.injected)),
+            "survived": Metric(value=len(outcome.injected) - len(lost)),
             "lost": Metric(value=len(lost)),
             "duration_s": Metric(value=outcome.duration_s),
             "num_starts": Metric(value=outcome.num_starts),
@@ -95,24 +91,26 @@ def chaos_records(
     )
 
 
-def _fault_record(case: dict[str, CaseValue], tried: Tried, environment: Environment) -> Record:
+def _fault_record(
+    case: dict[str, CaseValue], injected: InjectedFault, environment: Environment
+) -> Record:
     metrics = {
-        "at_s": tried.at_s,
-        "lasts_s": tried.fault.lasts_s,
-        "step": float(tried.step),
-        "num_starts": float(tried.num_starts),
-        **({} if tried.recovery_s is None else {"recovery_time_s": tried.recovery_s}),
+        "at_s": injected.at_s,
+        "lasts_s": injected.fault.lasts_s,
+        "step": float(injected.step),
+        "num_starts": float(injected.num_starts),
+        **({} if injected.recovery_s is None else {"recovery_time_s": injected.recovery_s}),
     }
     return Record(
         kind=FAULT,
         case={
             **case,
-            "fault": tried.fault.kind,
-            "number": tried.fault.number,
-            "target": tried.target,
+            "fault": injected.fault.kind,
+            "number": injected.fault.number,
+            "target": injected.target,
         },
         environment=environment,
         metrics={name: Metric(value=value) for name, value in metrics.items()},
-        outcome="ok" if tried.reason is None else "failed",
-        reason=tried.reason,
+        outcome="ok" if injected.reason is None else "failed",
+        reason=injected.reason,
     )

@@ -1,95 +1,32 @@
 """Runs a command under chaos: injects each fault when due, after recovery from the last one.
 
 A run survives a fault if it completes another step in time, with the command restarted if it has
-exited. Faults are injected one at a time, so that every effect has one cause.
-
-Starts and restarts the command under test, on this machine or on the lab's hosts.
-
-Tracks a run's progress through the metrics file, which gets a row after every step.
+exited. Faults are injected one at a time, so that every effect has one cause. Progress is read from
+the metrics file, which gets a row after every step.
 """
 
 import contextlib
 import dataclasses
-import os
 import pathlib
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from paceline.core.processes import exit_code_of, start_child, termination_as_exit
-from paceline.lab.chaos.config import ChaosConfig, Fault, schedule
-from paceline.lab.chaos.faults import Faults, small_disk
-from paceline.lab.chaos.processes import MARK, end_all, new_mark
+from paceline.core.processes import termination_as_exit
+from paceline.lab.chaos.config import ChaosConfig, schedule
+from paceline.lab.chaos.faults import FAULTS, Fault, TargetRun, small_disk
+from paceline.lab.chaos.processes import Command, end_all, new_mark
 from paceline.lab.network import Host, hosts
-from paceline.lab.rank import rank_command
-from paceline.lab.run import rank_environment
 from paceline.records.codecs import UNDECODABLE
 from paceline.training.run_files import METRICS
-
-_GROUP_ENDS_S = 15.0
-"""Time for the other ranks to end after a rank on another host has failed."""
-
-
-class Command:
-    """A command and its processes: one on this machine, or one per host.
-
-    Args:
-        words: The program and its arguments.
-        mark: The value that identifies its processes.
-        hosts: Hosts of the lab, each with one rank; none to run on this machine.
-    """
-
-    def __init__(self, words: Sequence[str], mark: str, hosts: Sequence[Host] = ()) -> None:
-        self._words = list(words)
-        self._mark = mark
-        self._hosts = list(hosts)
-        self._running: list[subprocess.Popen[bytes]] = []
-        self.starts = 0
-
-    def start(self) -> None:
-        """Starts the command; its output goes to our own stdout and stderr."""
-        self.starts += 1
-        environment = {**os.environ, MARK: self._mark}
-        if not self._hosts:
-            # In a new session Ctrl-C reaches only this process, which then ends the command.
-            self._running = [start_child(self._words, env=environment, start_new_session=True)]
-            return
-        self._running = [
-            start_child(
-                rank_command(host, self._words),
-                env={**environment, **rank_environment(self._hosts, host.index, 1)},
-                start_new_session=True,
-            )
-            for host in self._hosts
-        ]
-
-    def exit_code(self) -> int | None:
-        """Returns the exit code, or None while running; a failed rank ends its group."""
-        codes = [process.poll() for process in self._running]
-        failed = [code for code in codes if code]
-        if failed:
-            if None in codes:
-                end_all(self._mark, _GROUP_ENDS_S)
-                for process in self._running:
-                    process.wait()
-            return exit_code_of(failed[0])
-        return None if None in codes else 0
-
-    def terminate(self) -> None:
-        """Sends SIGTERM to all running processes."""
-        for process in self._running:
-            if process.poll() is None:
-                process.terminate()
-
 
 _TAIL_BYTES = 1 << 16
 
 
-class Progress:
+class StepProgress:
     """Polls a run's newest step, and records the time at which each step was reached."""
 
     def __init__(self, run: pathlib.Path, began: float) -> None:
@@ -145,7 +82,7 @@ _FAILURES_IN_A_ROW = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tried:
+class InjectedFault:
     """An injected fault and its effect on the run."""
 
     fault: Fault
@@ -166,7 +103,7 @@ class Tried:
 class ChaosOutcome:
     """The outcome of a whole chaos run."""
 
-    tried: list[Tried]
+    injected: list[InjectedFault]
     finished: bool
     """Whether the command ended with exit code 0."""
     reason: str | None
@@ -195,13 +132,15 @@ class _Chaos:
         self._config = config
         self._mark = new_mark()
         self._command = Command(config.command, self._mark, made)
-        self._faults = Faults(config, self._mark, made)
+        self._target = TargetRun(
+            directory=config.run, mark=self._mark, hosts=made, any_process=config.any_process
+        )
         self._began = time.monotonic()
-        self._progress = Progress(config.run, self._began)
+        self._progress = StepProgress(config.run, self._began)
         self._started_s = 0.0
         self._failures = 0
         self._resumed_step = 0
-        self._tried: list[Tried] = []
+        self._injected: list[InjectedFault] = []
 
     @property
     def _now_s(self) -> float:
@@ -218,7 +157,7 @@ class _Chaos:
             orphans = end_all(self._mark, _ORPHANS_S)
         # Processes killed because the run did not finish do not count as orphans.
         return ChaosOutcome(
-            tried=self._tried,
+            injected=self._injected,
             finished=reason is None,
             reason=reason,
             num_starts=self._command.starts,
@@ -242,15 +181,15 @@ class _Chaos:
                 due.clear()
             if due and self._now_s >= due[0].due_s and self._has_moved():
                 fault = due.popleft()
-                tried = self._try(fault)
-                if tried is None:
+                injected = self._inject(fault)
+                if injected is None:
                     due.appendleft(dataclasses.replace(fault, due_s=self._now_s + _POSTPONE_S))
                     continue
-                self._tried.append(tried)
+                self._injected.append(injected)
                 self._resumed_step = self._progress.step
-                _say(tried)
-                if tried.reason is not None:
-                    return f"fault {fault.number} ({fault.kind}): {tried.reason}"
+                _say(injected)
+                if injected.reason is not None:
+                    return f"fault {fault.number} ({fault.kind}): {injected.reason}"
             time.sleep(_POLL_S)
 
     def _has_moved(self) -> bool:
@@ -279,17 +218,18 @@ class _Chaos:
         self._command.start()
         return False, None
 
-    def _try(self, fault: Fault) -> Tried | None:
+    def _inject(self, fault: Fault) -> InjectedFault | None:
         """Injects a fault and waits for the next step; returns None if there was no target."""
         starts = self._command.starts
         began_s, step = self._now_s, self._progress.look()
-        with self._faults.inflict(fault) as target:
+        with FAULTS[fault.kind].inject(self._target, fault) as target:
             if target is None:
                 return None
-            if fault.kind != "stop":
-                # A command that fails during the fault is restarted after it.
-                self._wait(lambda: self._now_s >= began_s + fault.lasts_s)
-        tried = Tried(fault=fault, target=target, at_s=began_s, step=step)
+            # A command that fails during the fault is restarted after it.
+            while self._now_s < began_s + fault.lasts_s:
+                self._progress.look()
+                time.sleep(_POLL_S)
+        injected = InjectedFault(fault=fault, target=target, at_s=began_s, step=step)
         over_s = self._now_s
         deadline_s = over_s + self._config.recover_within_s
         while self._now_s < deadline_s:
@@ -297,24 +237,20 @@ class _Chaos:
             recovered = self._progress.advanced_s > over_s + _IN_FLIGHT_S or (done and not reason)
             if recovered or done:
                 return dataclasses.replace(
-                    tried,
+                    injected,
                     recovery_s=None if reason else max(self._progress.advanced_s - over_s, 0.0),
                     num_starts=self._command.starts - starts,
                     reason=reason,
                 )
             time.sleep(_POLL_S)
         late = f"no step within {self._config.recover_within_s:.0f} s"
-        return dataclasses.replace(tried, num_starts=self._command.starts - starts, reason=late)
-
-    def _wait(self, is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            self._progress.look()
-            time.sleep(_POLL_S)
+        return dataclasses.replace(injected, num_starts=self._command.starts - starts, reason=late)
 
 
-def _say(tried: Tried) -> None:
-    became = "lost" if tried.recovery_s is None else f"next step after {tried.recovery_s:.1f} s"
+def _say(injected: InjectedFault) -> None:
+    recovery_s = injected.recovery_s
+    became = "lost" if recovery_s is None else f"next step after {recovery_s:.1f} s"
     sys.stderr.write(
-        f"paceline chaos: {tried.at_s:.0f} s, step {tried.step:,}: {tried.fault.kind}, "
-        f"{tried.target}: {became}\n"
+        f"paceline chaos: {injected.at_s:.0f} s, step {injected.step:,}: {injected.fault.kind}, "
+        f"{injected.target}: {became}\n"
     )

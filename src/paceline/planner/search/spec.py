@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.errors import UsageError, unknown_name
 from paceline.core.hardware import Device
 from paceline.core.plan import CHECKPOINTINGS
 from paceline.core.specs import DType, Experts, ModelShape, Precision, require_at_least
@@ -133,8 +133,7 @@ def parse_fixed(text: str) -> dict[str, int]:
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, _, value = part.partition("=")
         if name not in SHORT_NAMES:
-            hint = did_you_mean(name, SHORT_NAMES)
-            raise UsageError(f"unknown field {name!r}; {hint}known: {', '.join(SHORT_NAMES)}")
+            raise unknown_name("unknown field", name, SHORT_NAMES)
         fixed[SHORT_NAMES[name]] = _number(name, value)
     if not fixed:
         raise UsageError("name fields of a layout, such as tp=8,pp=2")

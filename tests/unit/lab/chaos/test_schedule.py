@@ -1,9 +1,9 @@
 import pytest
 
 from paceline.core import UsageError
-from paceline.lab.chaos.config import ChaosConfig, FaultKind, Kind, schedule
+from paceline.lab.chaos.config import ChaosConfig, Kind, schedule
 
-KINDS: dict[FaultKind, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
+KINDS: dict[str, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
 
 
 def test_a_seed_is_a_schedule() -> None:

@@ -9,11 +9,12 @@ import time
 
 import pytest
 
+from paceline.cli.lab import ChaosCommand
 from paceline.core import UsageError
 from paceline.lab.chaos import faults
-from paceline.lab.chaos.faults import damage_newest
+from paceline.lab.chaos.faults import FAULTS, Fault, TargetRun, damage_newest
 from paceline.lab.chaos.processes import MARK, end_all, marked_processes, new_mark, ranks_of, send
-from paceline.lab.chaos.run import Progress
+from paceline.lab.chaos.run import StepProgress
 
 TREE = "import subprocess, sys; subprocess.run(['sleep', '60'])"
 
@@ -55,6 +56,51 @@ def test_what_outlives_its_parent_is_found_and_ended(mark: str) -> None:
     while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert marked_processes(mark) == []
+
+
+def _state(pid: int) -> str:
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_rank_continues_when_the_fault_ends(mark: str, tmp_path: pathlib.Path) -> None:
+    process = _started(mark)
+    try:
+        (rank,) = ranks_of(mark)
+        run = TargetRun(directory=tmp_path, mark=mark, hosts=(), any_process=False)
+        fault = Fault(number=1, kind="stop", due_s=0.0, lasts_s=1.0, choice=0.5)
+        with FAULTS["stop"].inject(run, fault) as target:
+            assert target == "process 1 of 1"
+            assert _state(rank) == "T"
+        assert _state(rank) != "T"
+    finally:
+        end_all(mark, 0.0)
+        process.wait()
+
+
+def test_a_fault_without_a_target_is_not_injected(mark: str, tmp_path: pathlib.Path) -> None:
+    run = TargetRun(directory=tmp_path, mark=mark, hosts=(), any_process=True)
+    for kind in ("kill", "stop", "corrupt"):
+        fault = Fault(number=1, kind=kind, due_s=0.0, lasts_s=0.0, choice=0.5)
+        with FAULTS[kind].inject(run, fault) as target:
+            assert target is None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_can_be_asked_for(name: str, tmp_path: pathlib.Path) -> None:
+    option = "kill_every" if name == "kill" else name.replace("-", "_")
+    asked = True if isinstance(getattr(ChaosCommand, option), bool) else "7s"
+    command = ChaosCommand(
+        command=("true",),
+        directory=tmp_path,
+        hosts=2,
+        **{option: asked},  # type: ignore[arg-type]
+    )
+    ((kind, settings),) = command._config().kinds.items()
+    assert kind == name
+    expected_s = {"kill": 0.0, "disk-full": 5.0, "corrupt": 0.0}.get(name, 7.0)
+    assert settings.lasts_s == expected_s
+    assert settings.every_s == (7.0 if name == "kill" else 30.0)
 
 
 def test_others_are_not_touched(mark: str) -> None:
@@ -121,7 +167,7 @@ def test_a_disk_needs_an_empty_place(tmp_path: pathlib.Path) -> None:
 
 
 def test_progress_goes_back_when_a_run_does(tmp_path: pathlib.Path) -> None:
-    progress = Progress(tmp_path, time.monotonic())
+    progress = StepProgress(tmp_path, time.monotonic())
     assert progress.look() == 0
     file = tmp_path / "metrics.jsonl"
     rows = [f'{{"kind":"step","step":{step}}}\n' for step in (1, 2, 3)]
