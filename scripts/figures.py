@@ -19,7 +19,8 @@ from rich.console import Console
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
 from paceline.accounting.collectives import ring_time_s, tree_all_reduce_time_s
-from paceline.core import BatchShape, known_devices, model_preset, precision_preset
+from paceline.core import BatchShape, model_preset, precision_preset
+from paceline.core.hardware import known_devices
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
 from paceline.data.inspect import DocumentLengths

@@ -19,13 +19,12 @@ import time
 from collections.abc import Callable
 
 from paceline.core.units import MB, MIB
+from paceline.data.documents import Document, read_span
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.job import reading_options
 from paceline.data.prepare.run import prepare
 from paceline.data.prepare.tokenize import plan_pieces
-from paceline.data.sources.documents import Document
-from paceline.data.sources.files import find_files
-from paceline.data.sources.read import read_span
+from paceline.data.source_files import find_files
 from paceline.data.tokenizer import load_tokenizer, one_thread
 from studies.harness.records import append_record, machine_case
 from studies.harness.study import study_parser

@@ -37,7 +37,7 @@ class TokenizerCommand:
 
     def run(self) -> int:
         """Trains, writes tokenizer.json, and prints the vocabulary size."""
-        from paceline.data.prepare.train import train_tokenizer
+        from paceline.data.prepare.tokenize import train_tokenizer
 
         with transfer_progress("reading") as progress:
             tokenizer = train_tokenizer(self.config, progress)
@@ -57,8 +57,7 @@ class PrepareCommand:
 
     def run(self) -> int:
         """Prepares the dataset and prints a summary."""
-        from paceline.data.prepare.job import find_prepared
-        from paceline.data.prepare.run import prepare
+        from paceline.data.prepare.run import find_prepared, prepare
 
         manifest = find_prepared(self.config)
         if manifest is not None:

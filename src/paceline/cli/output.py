@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
     from paceline.core.finding import Finding
-    from paceline.data.sampling.audit import AuditFinding
+    from paceline.data.audit import AuditFinding
     from paceline.records import Record
 
 

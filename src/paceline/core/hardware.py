@@ -2,14 +2,9 @@
 
 Peaks are dense: vendors advertise the doubled figure of 2:4 sparsity, which training does not
 use. Hardware that is missing from the table is an error, never a guess: a utilisation computed
-from the wrong peak is worse than none.
+from the wrong peak is worse than none. Conventions of the table:
 
-The table of known devices, with a source document for every figure.
-
-Conventions:
-
-* Peaks are dense. Where a vendor publishes only the figure with 2:4 sparsity, it is halved
-  here and the source says so.
+* Where a vendor publishes only the figure with sparsity, it is halved and the source says so.
 * Peaks accumulate in float32. GeForce cards multiply half-precision matrices twice as fast
   when they accumulate in float16; that figure is not used.
 * float32 means float32 operands that are not rounded to tfloat32. float64 peaks use

@@ -1,7 +1,4 @@
-"""Names of the data-parallel strategies, which keep the ranks' weights equal.
-
-Names of the collectives that Paceline measures and accounts for.
-"""
+"""Names of the data-parallel strategies, which keep the ranks' weights equal, and of collectives."""
 
 from typing import Literal, cast, get_args
 

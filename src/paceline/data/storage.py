@@ -1,14 +1,9 @@
 """Storage for datasets: a local directory or a prefix of an S3 bucket, behind one protocol.
 
 Invariant of every storage: a name refers to a complete object or to none. A killed writer leaves
-nothing that a reader would mistake for data.
-
-A directory as a storage.
-
-A prefix of an S3 bucket as a storage, through obstore.
-
-Credentials, region and endpoint come from the usual environment variables: AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL. S3 writes objects atomically.
+nothing that a reader would mistake for data. S3, through obstore, writes objects atomically. Its
+credentials, region and endpoint come from the usual environment variables: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.
 """
 
 import contextlib
@@ -28,12 +23,58 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 
-class LocalStorage:
-    """The files below a directory, which the first write creates.
+_S3 = "s3://"
+_ATTEMPTS = 4
+_FIRST_PAUSE_S = 0.2
+_DELETED_TOGETHER = 1000
 
-    Args:
-        directory: The directory of the files.
-    """
+_Result = TypeVar("_Result")
+
+
+class Storage(Protocol):
+    """Objects by name; the parts of a name are separated by slashes."""
+
+    @property
+    def url(self) -> str:
+        """The location of the storage, as a user would write it."""
+
+    def read(self, name: str) -> bytes:
+        """Returns a whole object; raises FileNotFoundError if there is none."""
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Returns the bytes in [`start`, `end`); raises if the object is shorter."""
+
+    def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+        """Writes or replaces an object atomically."""
+
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Writes an object unless one exists; returns whether it now has the given content."""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Returns the size in bytes of every object below a prefix, by name."""
+
+    def delete(self, name: str) -> None:
+        """Deletes an object; does nothing if there is none."""
+
+    def clear(self, prefix: str) -> None:
+        """Deletes all objects below a prefix."""
+
+    def discard_unfinished(self) -> None:
+        """Deletes partial files of killed writers; no process may be writing."""
+
+
+def open_storage(location: str | os.PathLike[str]) -> Storage:
+    """Returns the storage at a directory or at ``s3://bucket/prefix``."""
+    text = os.fspath(location)
+    if text.startswith(_S3):
+        return S3Storage(text)
+    if "://" in text:
+        raise UsageError(f"{text}: not a place for data; name a directory or s3://bucket/prefix")
+    return LocalStorage(text)
+
+
+class LocalStorage:
+    """The files below a directory, which the first write creates."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = pathlib.Path(directory)
@@ -112,64 +153,8 @@ def _writing(path: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-_S3 = "s3://"
-
-
-class Storage(Protocol):
-    """Objects by name; the parts of a name are separated by slashes."""
-
-    @property
-    def url(self) -> str:
-        """The location of the storage, as a user would write it."""
-
-    def read(self, name: str) -> bytes:
-        """Returns a whole object; raises FileNotFoundError if there is none."""
-
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Returns the bytes in [`start`, `end`); raises if the object is shorter."""
-
-    def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
-        """Writes or replaces an object atomically."""
-
-    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
-        """Writes an object unless one exists; returns whether it now has the given content."""
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Returns the size in bytes of every object below a prefix, by name."""
-
-    def delete(self, name: str) -> None:
-        """Deletes an object; does nothing if there is none."""
-
-    def clear(self, prefix: str) -> None:
-        """Deletes all objects below a prefix."""
-
-    def discard_unfinished(self) -> None:
-        """Deletes partial files of killed writers; no process may be writing."""
-
-
-def open_storage(place: str | os.PathLike[str]) -> Storage:
-    """Returns the storage at a directory or at ``s3://bucket/prefix``."""
-    text = os.fspath(place)
-    if text.startswith(_S3):
-        return S3Storage(text)
-    if "://" in text:
-        raise UsageError(f"{text}: not a place for data; name a directory or s3://bucket/prefix")
-    return LocalStorage(text)
-
-
-_ATTEMPTS = 4
-_FIRST_PAUSE_S = 0.2
-_DELETED_TOGETHER = 1000
-
-_Result = TypeVar("_Result")
-
-
 class S3Storage:
-    """The objects below ``s3://bucket/prefix``.
-
-    Args:
-        url: The bucket and the prefix.
-    """
+    """The objects below ``s3://bucket/prefix``."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

@@ -4,8 +4,6 @@ Invariants: the tokens of a document do not depend on the batch in which it is e
 becomes a special token, even if it looks like one, so the end-of-document token occurs only after
 documents. The byte vocabulary needs no training: a token's id is its byte, and 255, which never
 occurs in UTF-8, ends a document.
-
-Incremental decoding of tokens to text, in whole characters.
 """
 
 import contextlib
@@ -154,19 +152,19 @@ class Tokenizer:
         num_failed = 0
         first, end = PART_CHARACTERS - _CUT_REGION, PART_CHARACTERS
         while end < len(text) and num_failed < _MOST_FAILED_CUTS:
-            places = [match.start() for match in _WORD_END.finditer(text, first, end)]
-            for place in places[: -_CUTS_PER_REGION - 1 : -1]:
-                if self._may_cut(text, place):
-                    yield text[start:place]
-                    start = place
-                    end = place + PART_CHARACTERS - _CUT_REGION  # Advanced below.
+            cuts = [match.start() for match in _WORD_END.finditer(text, first, end)]
+            for cut in cuts[: -_CUTS_PER_REGION - 1 : -1]:
+                if self._may_cut(text, cut):
+                    yield text[start:cut]
+                    start = cut
+                    end = cut + PART_CHARACTERS - _CUT_REGION  # Advanced below.
                     break
                 num_failed += 1
             first, end = end, end + _CUT_REGION
         yield text[start:]
 
-    def _may_cut(self, text: str, place: int) -> bool:
-        before, after = text[place - _NEIGHBOURS : place], text[place : place + _NEIGHBOURS]
+    def _may_cut(self, text: str, cut: int) -> bool:
+        before, after = text[cut - _NEIGHBOURS : cut], text[cut : cut + _NEIGHBOURS]
         return self._ids(before + after) == self._ids(before) + self._ids(after)
 
     def _ids(self, text: str) -> list[int]:
@@ -175,18 +173,18 @@ class Tokenizer:
         return ids
 
 
-def load_tokenizer(place: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:
     """Returns the tokenizer of a tokenizer.json, or the byte vocabulary for ``bytes``."""
-    if os.fspath(place) == BYTES:
+    if os.fspath(name) == BYTES:
         return Tokenizer(byte_tokenizer_json(), end_of_document, BYTES)
-    path = pathlib.Path(place)
+    path = pathlib.Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
     try:
         json = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"--tokenizer {place}: {error.strerror}; name a tokenizer.json, or {BYTES!r} for the "
+            f"--tokenizer {name}: {error.strerror}; name a tokenizer.json, or {BYTES!r} for the "
             "byte vocabulary; `paceline data tokenizer` trains one"
         ) from error
     except UnicodeDecodeError as error:
@@ -283,11 +281,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Decodes tokens one by one; holds back the bytes of a character until it is complete.
-
-    Args:
-        tokenizer: The tokenizer of the tokens.
-    """
+    """Decodes tokens one by one; holds back the bytes of a character until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,15 +1,13 @@
-"""An append-only file of records, one JSON object per line, safe for several writers.
+"""Append-only files of one JSON object per line: records of any writer, and rows of one run.
 
-Invariants: a writer holds an exclusive lock while it appends one whole line. A partial write
-is rolled back. A torn line of a killed writer never merges with the next one. Readers read
-only the bytes that existed while they held a shared lock, so they never see a partial line of
-a live writer. Reading is strict: the error for an unknown key or a damaged line names file,
-line and field.
+A `RecordStore` is safe for several writers: each holds an exclusive lock while it appends one whole
+line, a partial write is rolled back, and a torn line of a killed writer never merges with the next
+one. Readers read only the bytes that existed while they held a shared lock. Reading is strict: the
+error for an unknown key or a damaged line names file, line and field.
 
-Rows of a run, one JSON object per line, in a file with a single writer.
-
-Each append is one write, so that readers see whole lines. A partial line at the end, left by a
-killed writer, is ignored. A run that resumes from an earlier step deletes the rows after it.
+A `RowFile` has a single writer. Each append is one write, so that readers see whole lines. A
+partial line at the end, left by a killed writer, is ignored. A run that resumes from an earlier
+step deletes the rows after it.
 """
 
 import contextlib

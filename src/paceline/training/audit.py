@@ -3,8 +3,8 @@
 import pathlib
 from collections.abc import Iterator
 
+from paceline.data.audit import AuditFinding, AuditRow, audit_row, check_audit
 from paceline.data.loader.batches import BatchReader
-from paceline.data.sampling.audit import AuditFinding, AuditRow, audit_row, check_audit
 from paceline.training.config import RunConfig
 from paceline.training.metrics import (
     FIRST_SAMPLE,

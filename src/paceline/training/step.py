@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.data.sampling.audit import DIGEST_PARTS, join_digest, split_digest
+from paceline.data.audit import DIGEST_PARTS, join_digest, split_digest
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization

@@ -1,8 +1,8 @@
 import pytest
 
 from paceline.accounting import count_parameters
-from paceline.core import UsageError, model_preset, preset_names
-from paceline.core.presets import preset_spelling
+from paceline.core import UsageError, model_preset
+from paceline.core.presets import preset_names, preset_spelling
 
 PARAMETERS = {
     "small": 128_625_408,

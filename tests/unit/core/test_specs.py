@@ -9,10 +9,10 @@ from paceline.core import (
     ParallelLayout,
     Plan,
     Precision,
-    ShapeError,
     UsageError,
     precision_preset,
 )
+from paceline.core.errors import ShapeError
 from paceline.core.specs import bytes_per_element
 
 SHAPE = ModelShape(vocab_size=100, d_model=64, d_ff=128, num_layers=2, num_heads=4)

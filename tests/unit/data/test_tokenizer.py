@@ -1,15 +1,18 @@
-"""Tests that encoding does not depend on the batch, and that text never contains the end token."""
+"""Tests that tokenizers encode documents exactly, and that text is decoded in whole characters."""
 
 import pathlib
 
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
 
 from paceline.core.errors import DataError, UsageError
 from paceline.data import tokenizer as tokenizer_module
 from paceline.data.tokenizer import (
     END_OF_DOCUMENT,
+    TextStream,
     Tokenizer,
     byte_tokenizer_json,
     load_tokenizer,
@@ -117,3 +120,41 @@ def test_what_is_no_tokenizer_is_named(tmp_path: pathlib.Path) -> None:
         load_tokenizer(tmp_path / "binary.json")
     with pytest.raises(UsageError, match="--vocab-size 256"):
         train_bpe(["a"], 256)
+
+
+TEXT = "Naïve: 你好, 👩‍👩‍👧 — done."
+
+
+def _metaspace() -> str:
+    vocabulary = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3, "</s>": 4}
+    made = Inner(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    made.decoder = decoders.Metaspace()
+    return made.to_str()
+
+
+@pytest.mark.parametrize("json", [byte_tokenizer_json(), train_bpe([TEXT], 270)])
+def test_every_piece_is_whole_characters(json: str) -> None:
+    tokenizer = Tokenizer(json)
+    stream = TextStream(tokenizer)
+    (tokens,) = tokenizer.encode_batch([TEXT])
+    pieces = [stream.add(int(token)) for token in tokens]
+    assert "".join(pieces) == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(list(filter(None, pieces))) > 10
+    assert stream.finish() == ""
+
+
+def test_blanks_between_words_are_kept() -> None:
+    tokenizer = Tokenizer(_metaspace())
+    stream = TextStream(tokenizer)
+    tokens = [1, 3, 2, 1]
+    assert "".join(map(stream.add, tokens)) == tokenizer.decode(tokens) == "ac b a"
+
+
+def test_bytes_that_are_no_text_do_not_stop_it() -> None:
+    stream = TextStream(Tokenizer(byte_tokenizer_json()))
+    assert stream.add(0xC3) == ""
+    assert stream.add(0xC3) == ""
+    assert stream.add(ord("a")) == "\ufffd\ufffda"
+    assert stream.add(0xE4) == ""
+    assert stream.finish() == "\ufffd"

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters
-from paceline.core import ModelShape, ShapeError, model_preset, preset_names
+from paceline.core import ModelShape, model_preset
+from paceline.core.errors import ShapeError
+from paceline.core.presets import preset_names
 from paceline.models import TransformerLM, next_token_loss
 from tests.oracle import oracle_logits
 

@@ -11,11 +11,11 @@ from paceline.core import (
     ModelShape,
     ParallelLayout,
     Plan,
-    RecordError,
     model_preset,
     precision_preset,
-    preset_names,
 )
+from paceline.core.errors import RecordError
+from paceline.core.presets import preset_names
 from paceline.records import decode_plan, encode_plan
 
 PLAN = Plan(

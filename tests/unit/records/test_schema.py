@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core import RecordError
+from paceline.core.errors import RecordError
 from paceline.records import Metric, Record, capture_environment, find_kind, join_key, known_kinds
 from paceline.records.kinds import PREDICTION, PREDICTS
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.core import RecordError
+from paceline.core.errors import RecordError
 from paceline.records import Metric, Record, RecordStore, capture_environment, latest_per_case
 from paceline.records.store import decode_record
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import UsageError
+from paceline.data.audit import samples_digest
 from paceline.data.loader.batches import Batch, document_positions
-from paceline.data.sampling.audit import samples_digest
 
 _SCHEMA = 1
 
@@ -79,14 +79,14 @@ class PackedDocuments:
         rows = np.lib.stride_tricks.sliding_window_view(stream, self._context_length + 1)
         rows = rows[: num_tokens : self._context_length].copy()
         first = self._step * self._batch_size
-        places = np.arange(first, first + self._batch_size)
+        positions = np.arange(first, first + self._batch_size)
         batch = Batch(
             rows=rows,
             positions=None if starts is None else document_positions(starts),
             document_ids=None if starts is None else np.cumsum(starts, axis=1),
             step=self._step,
             first_sample=first,
-            digest=samples_digest(places, np.zeros_like(places), rows),
+            digest=samples_digest(positions, np.zeros_like(positions), rows),
         )
         self._use(num_tokens)
         self._step += 1

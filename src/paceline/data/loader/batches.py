@@ -1,13 +1,9 @@
 """The batch at any position of a run's stream, as a pure function of config and position.
 
 Reading has no state. `TokenLoader` visits the positions in order, but ranks, workers, a resumed run
-or an audit may read any of them.
-
-A run's stream as a map-style dataset, for loaders that have their own workers.
-
-Grain and torch's DataLoader accept any object with a length and items. The stream is already
-shuffled: read the items in order, without shuffling. The position is then all the state needed to
-resume.
+or an audit may read any of them. `TokenSequences` is the stream as a map-style dataset, for loaders
+with workers of their own, such as Grain's and torch's. It is already shuffled: read its items in
+order, without shuffling. The position is then all the state needed to resume.
 """
 
 import dataclasses
@@ -19,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import UsageError
+from paceline.data.audit import AuditRow, audit_row, samples_digest
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.sources import open_sources, sources_digest
-from paceline.data.sampling.audit import AuditRow, audit_row, samples_digest
-from paceline.data.sampling.order import IndexArray
-from paceline.data.sampling.stream import SampleStream, share_slots
+from paceline.data.sampling import IndexArray, SampleStream, slots_by_weight
 
 TokenRows = npt.NDArray[np.int64]
 Allocate = Callable[[tuple[int, int]], TokenRows]
@@ -88,11 +83,11 @@ class BatchReader:
         self._stream = SampleStream(
             self.num_samples, weights=weights, seed=config.seed, window=config.window
         )
-        shares = share_slots(weights).astype("<i8").tobytes()
+        slots = slots_by_weight(weights).astype("<i8").tobytes()
         self.identity: dict[str, str | int | None] = {
             "datasets": sources_digest(self._sources),
             "split": config.split,
-            "mixture": blake3.blake3(shares).hexdigest(16),
+            "mixture": blake3.blake3(slots).hexdigest(16),
             "context_length": config.context_length,
             "seed": config.seed,
             "window": config.window,

@@ -5,11 +5,9 @@ renamed when it is complete. When the cache is full, the least recently opened f
 has open are deleted. A file stays locked while any process has it mapped, so deleting a file frees
 its space immediately. Processes that need the same shard fetch it only once.
 
-Background threads that fetch files before they are needed, and keep no object alive.
-
-Errors are ignored: the same fetch fails again where the file is needed and is reported there. The
-threads end with `close`, with the last reference to their owner, or with the interpreter, which
-waits for the fetch that each thread has in flight.
+Threads fetch files before they are needed. Their errors are ignored: the same fetch fails again
+where the file is needed and is reported there. The threads end with `close`, with the last
+reference to their owner, or with the interpreter, which waits for the fetches in flight.
 """
 
 import contextlib
@@ -32,12 +30,7 @@ from paceline.data.storage import LocalStorage, Storage
 
 
 class FetchAhead:
-    """Calls a method for each requested name, in threads.
-
-    Args:
-        fetch: A bound method; its object is not kept alive.
-        num_threads: Number of concurrent calls.
-    """
+    """Calls a bound method, whose object it does not keep alive, for each requested name."""
 
     def __init__(self, fetch: Callable[[str], None], num_threads: int) -> None:
         names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -105,15 +98,7 @@ _ABANDONED_S = 3600.0
 
 
 class ShardCache:
-    """Files of one split of a dataset, fetched when they are first opened.
-
-    Args:
-        storage: The storage of the dataset.
-        manifest: The dataset's manifest, which has the digests.
-        split: The split to cache.
-        directory: Directory for fetched files, of this and other datasets.
-        most_bytes: Maximum total size of the files in the directory.
-    """
+    """Files of one split of a dataset, fetched when they are first opened."""
 
     def __init__(
         self,

@@ -4,11 +4,10 @@ The state is the position in the stream, counted in samples of all ranks, and th
 stream. It does not depend on ranks, batch size or prefetched batches, and takes a few hundred bytes
 for a dataset of any size.
 
-A thread that prefetches the next few items while the current one is used.
-
-An error in the thread is raised to the consumer in place of the failed item, with the thread's
-traceback. The thread ends with `close`, with the last reference to its owner, or with the
-interpreter, whichever is first: it never keeps a program alive.
+A thread prefetches the next few batches while the current one is used. An error in the thread is
+raised to the consumer in place of the failed batch, with the thread's traceback. The thread ends
+with `close`, with the last reference to its owner, or with the interpreter, whichever is first: it
+never keeps a program alive.
 """
 
 import contextlib
@@ -24,8 +23,7 @@ import numpy as np
 from paceline.core.errors import DataError
 from paceline.data.loader.batches import Allocate, Batch, BatchReader
 from paceline.data.loader.config import LoaderConfig
-from paceline.data.sampling.order import IndexArray
-from paceline.data.sampling.stream import rank_range
+from paceline.data.sampling import IndexArray, rank_range
 
 _Item = TypeVar("_Item")
 

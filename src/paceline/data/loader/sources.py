@@ -1,21 +1,16 @@
-"""The open sources of a run: samples from a directory or through a cache.
-
-Memory-mapped shards, a bounded number at a time.
-
-A shard's file is opened on first access, and the least recently used file is unmapped: a run over
-10^5 shards opens only the shards that it reads, and never all at once. A file whose size differs
-from the manifest is an error, because reading past the end of a mapped file would kill the process.
-
-Samples of one split of a prepared dataset.
+"""The open sources of a run: samples of prepared datasets, in a directory or through a cache.
 
 With a context of T tokens, sample n is the tokens [n*T, n*T + T + 1) of the split's stream: inputs
 and targets, shifted by one token. A sample may cross shard boundaries. Its location is computed; no
 index is read.
+
+Shards are memory-mapped on first access, and the least recently used one is unmapped: a run over
+10^5 shards opens only those that it reads, and never all at once. A file whose size differs from
+the manifest is an error, because reading past the end of a mapped file would kill the process.
 """
 
 import collections
 import dataclasses
-import functools
 import mmap
 import os
 from collections.abc import Callable, Iterable
@@ -38,7 +33,7 @@ from paceline.data.manifest import (
     read_manifest,
     tokens_name,
 )
-from paceline.data.sampling.order import IndexArray
+from paceline.data.sampling import IndexArray
 from paceline.data.storage import LocalStorage, Storage, open_storage
 
 MOST_OPEN = 256
@@ -49,12 +44,7 @@ TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class ShardFiles:
-    """The files of one dataset as arrays.
-
-    Args:
-        open_file: Opens a file; may fetch it first.
-        most_open: Maximum number of mapped files.
-    """
+    """The files of one dataset as arrays."""
 
     def __init__(self, open_file: OpenFile, *, most_open: int = MOST_OPEN) -> None:
         self._open_file = open_file
@@ -103,15 +93,7 @@ TokenRow = npt.NDArray[np.int64]
 
 
 class SplitSamples:
-    """The samples of a split.
-
-    Args:
-        manifest: The dataset's manifest.
-        split: The split to read.
-        files: The dataset's files.
-        context_length: Tokens in a sample, without the last target.
-        place: The dataset's directory or URL, for error messages.
-    """
+    """The samples of a split."""
 
     def __init__(
         self,
@@ -120,16 +102,16 @@ class SplitSamples:
         files: ShardFiles,
         context_length: int,
         *,
-        place: str,
+        url: str,
     ) -> None:
         if split not in manifest.splits:
             known = ", ".join(manifest.splits)
-            raise DataError(f"{place}: no split {split!r}; it has {known}")
+            raise DataError(f"{url}: no split {split!r}; it has {known}")
         self.num_tokens = manifest.splits[split].num_tokens
         self.num_samples = max(0, self.num_tokens - 1) // context_length
         if not self.num_samples:
             raise DataError(
-                f"{place}: split {split!r} has {self.num_tokens:,} tokens, less than one sample "
+                f"{url}: split {split!r} has {self.num_tokens:,} tokens, less than one sample "
                 f"of {context_length + 1:,}; use a shorter context or more text"
             )
         self.context_length = context_length
@@ -203,14 +185,9 @@ class SplitSamples:
 class OpenSource:
     """One open dataset."""
 
-    place: str
-    """Its directory or URL."""
     manifest: DatasetManifest
-    """Its manifest."""
     samples: SplitSamples
-    """Its samples."""
     files: ShardFiles
-    """Its files."""
     cache: ShardCache | None
     """The cache of its files; None if they are local."""
 
@@ -251,7 +228,7 @@ def sources_digest(sources: list[OpenSource]) -> str:
 def _open_source(storage: Storage, manifest: DatasetManifest, config: LoaderConfig) -> OpenSource:
     if isinstance(storage, LocalStorage):
         cache = None
-        files = ShardFiles(functools.partial(_open_local, storage))
+        files = ShardFiles(lambda name: storage.path(name).open("rb"))
     else:
         if config.cache_directory is None:
             raise UsageError(f"{storage.url}: streaming from S3 needs a cache; set cache_directory")
@@ -264,14 +241,8 @@ def _open_source(storage: Storage, manifest: DatasetManifest, config: LoaderConf
             most_bytes=config.cache_bytes,
         )
         files = ShardFiles(cache.open, most_open=most_open)
-    samples = SplitSamples(manifest, config.split, files, config.context_length, place=storage.url)
-    return OpenSource(
-        place=storage.url, manifest=manifest, samples=samples, files=files, cache=cache
-    )
-
-
-def _open_local(storage: LocalStorage, name: str) -> BinaryIO:
-    return storage.path(name).open("rb")
+    samples = SplitSamples(manifest, config.split, files, config.context_length, url=storage.url)
+    return OpenSource(manifest=manifest, samples=samples, files=files, cache=cache)
 
 
 def _shards_in_use(storage: Storage, manifest: DatasetManifest, config: LoaderConfig) -> int:

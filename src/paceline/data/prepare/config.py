@@ -1,13 +1,13 @@
 """Configuration of data preparation. Free of torch and NumPy: the command line imports it."""
 
 import dataclasses
-import os
 from typing import Annotated, Literal
 
 import tyro
 
 from paceline.core.errors import UsageError
 from paceline.core.units import MB, MIB
+from paceline.records.environment import available_processors
 
 Sources = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...", name="")
@@ -103,7 +103,4 @@ class PrepareConfig(SourceConfig):
     @property
     def num_local_workers(self) -> int:
         """Number of worker processes of the local engine."""
-        if self.workers is not None:
-            return self.workers
-        has_affinity = hasattr(os, "sched_getaffinity")  # Not available on every system.
-        return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        return available_processors() if self.workers is None else self.workers

@@ -2,37 +2,41 @@
 
 A partition is a range of hashes, so equal documents are always in the same partition, and a
 partition is small enough to sort in memory. The results are then regrouped by block: each group of
-blocks collects from all partitions which of its documents are dropped.
-
-The table of all blocks in source order, in which later tasks look up their blocks.
+blocks collects from all partitions which of its documents are dropped. Tasks look up their blocks
+in a table of all blocks in source order.
 """
 
 import bisect
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.documents import DUPLICATE, describe_location
 from paceline.data.manifest import SPLITS, Dropped, SplitName
-from paceline.data.prepare.blocks import (
+from paceline.data.prepare.job import (
     DOCUMENT,
     MOST_EXAMPLES,
     NUM_BUCKETS,
     BlockFiles,
+    Job,
     PieceResult,
     Rows,
+    digest,
     is_heldout,
-    unpack_place,
+    once,
+    plan_name,
+    unpack_location,
 )
-from paceline.data.prepare.job import Job, digest, plan_name
 from paceline.data.prepare.tokenize import PieceTask
-from paceline.data.sources.documents import DUPLICATE
-from paceline.data.sources.files import FoundFile
-from paceline.data.sources.read import describe_place
+from paceline.data.source_files import FoundFile
 
-_NAME = "blocks.json"
+_TABLE = "blocks.json"
+GROUP_BLOCKS = 256
+_PARTITION_DOCUMENTS = 2**25
 
 
 class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,11 +54,6 @@ class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the files of a block."""
         piece = self._piece(block)
         return BlockFiles(job, self.piece_ids[piece], block - self.first_blocks[piece])
-
-    def all_block_files(self, job: Job) -> Iterator[BlockFiles]:
-        """Yields the files of every block in order."""
-        for block in range(self.num_blocks):
-            yield self.block_files(job, block)
 
     def source_file(self, block: int, span: int) -> FoundFile:
         """Returns the file that a span of a block's piece was read from."""
@@ -86,46 +85,26 @@ def write_table(job: Job, tasks: Sequence[PieceTask], results: Sequence[PieceRes
         span_files=tuple(span_files),
     )
     plan_id = digest(piece_ids, job.shard_tokens)
-    job.storage().write(plan_name(plan_id, _NAME), msgspec.json.encode(table))
+    job.storage().write(plan_name(plan_id, _TABLE), msgspec.json.encode(table))
     return plan_id
 
 
 @functools.lru_cache(maxsize=1)
 def read_table(job: Job, plan_id: str) -> BlockTable:
     """Reads the table of all blocks, once per process."""
-    return msgspec.json.decode(job.storage().read(plan_name(plan_id, _NAME)), type=BlockTable)
+    return msgspec.json.decode(job.storage().read(plan_name(plan_id, _TABLE)), type=BlockTable)
 
 
-GROUP_BLOCKS = 256
-_PARTITION_DOCUMENTS = 2**25
-
-
-class PartitionTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of hashes to search for duplicates."""
+class DuplicatesTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A partition to search for duplicates, or a group of blocks whose duplicates are collected."""
 
     job: Job
     plan_id: str
-    partition: int
+    number: int
+    """Number of the partition or the group."""
     num_partitions: int
-
-    @property
-    def label(self) -> str:
-        """Name of the task in error messages."""
-        return f"duplicates, partition {self.partition} of {self.num_partitions}"
-
-
-class GroupTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of blocks whose duplicates are collected."""
-
-    job: Job
-    plan_id: str
-    group: int
-    num_partitions: int
-
-    @property
-    def label(self) -> str:
-        """Name of the task in error messages."""
-        return f"duplicates of block {self.group * GROUP_BLOCKS} and following"
+    label: str
+    """Name of the task in error messages."""
 
 
 class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,23 +125,53 @@ def num_partitions(num_documents: int) -> int:
     return partitions
 
 
-def num_groups(num_blocks: int) -> int:
-    """Returns the number of groups for this many blocks."""
+def partition_tasks(job: Job, plan_id: str, num_partitions: int) -> list[DuplicatesTask]:
+    """Returns the tasks for `find_duplicates`."""
+    return [
+        DuplicatesTask(
+            job=job,
+            plan_id=plan_id,
+            number=number,
+            num_partitions=num_partitions,
+            label=f"duplicates, partition {number} of {num_partitions}",
+        )
+        for number in range(num_partitions)
+    ]
+
+
+def group_tasks(
+    job: Job, plan_id: str, num_partitions: int, num_blocks: int
+) -> list[DuplicatesTask]:
+    """Returns the tasks for `gather_duplicates`."""
+    return [
+        DuplicatesTask(
+            job=job,
+            plan_id=plan_id,
+            number=number,
+            num_partitions=num_partitions,
+            label=f"duplicates of block {number * GROUP_BLOCKS} and following",
+        )
+        for number in range(_num_groups(num_blocks))
+    ]
+
+
+def _num_groups(num_blocks: int) -> int:
     return -(-num_blocks // GROUP_BLOCKS)
 
 
-def find_duplicates(task: PartitionTask) -> None:
+def find_duplicates(task: DuplicatesTask) -> None:
     """Writes the duplicates of a partition: an index by group, then block and row of each."""
     storage = task.job.storage()
-    name = _partition_name(task.plan_id, task.partition)
-    if _exists(task.job, name):
-        return
+    name = _partition_name(task.plan_id, task.number)
+    with contextlib.suppress(FileNotFoundError):
+        storage.read_range(name, 0, 8)
+        return  # It is finished.
     table = read_table(task.job, task.plan_id)
     buckets = NUM_BUCKETS // task.num_partitions
-    first = task.partition * buckets
+    first = task.number * buckets
     hashes, keys = [], []
-    for block, files in enumerate(table.all_block_files(task.job)):
-        found = files.hashes(first, first + buckets)
+    for block in range(table.num_blocks):
+        found = table.block_files(task.job, block).hashes(first, first + buckets)
         hashes.append(found["hash"])
         keys.append(np.uint64(block << 32) | found["index"].astype(np.uint64))
     going = np.empty(0, np.uint64)
@@ -174,34 +183,32 @@ def find_duplicates(task: PartitionTask) -> None:
         is_repeated = np.zeros(len(joined), np.bool_)
         is_repeated[1:] = (joined[1:] == joined[:-1]).all(axis=1)
         going = np.sort(np.concatenate(keys)[order[is_repeated]])
-    bounds = np.arange(num_groups(table.num_blocks) + 1, dtype=np.uint64)
+    bounds = np.arange(_num_groups(table.num_blocks) + 1, dtype=np.uint64)
     index = np.searchsorted(going, bounds * np.uint64(GROUP_BLOCKS << 32)).astype("<u8")
     storage.write(name, index.tobytes() + going.astype("<u8").tobytes())
 
 
-def gather_duplicates(task: GroupTask) -> GroupResult:
+def gather_duplicates(task: DuplicatesTask) -> GroupResult:
     """Writes the duplicates of a group of blocks, then their counts as the marker."""
+    marker = plan_name(task.plan_id, f"groups/{task.number:06d}.json")
+    return once(task.job, marker, GroupResult, lambda: _gather(task))
+
+
+def _gather(task: DuplicatesTask) -> GroupResult:
     storage = task.job.storage()
-    marker = plan_name(task.plan_id, f"groups/{task.group:06d}.json")
-    try:
-        return msgspec.json.decode(storage.read(marker), type=GroupResult)
-    except FileNotFoundError:
-        pass
     table = read_table(task.job, task.plan_id)
-    index_bytes = 8 * (num_groups(table.num_blocks) + 1)
+    index_bytes = 8 * (_num_groups(table.num_blocks) + 1)
     parts = []
     for partition in range(task.num_partitions):
         name = _partition_name(task.plan_id, partition)
-        at = 8 * task.group
+        at = 8 * task.number
         start, end = np.frombuffer(storage.read_range(name, at, at + 16), "<u8").tolist()
         if start < end:
             content = storage.read_range(name, index_bytes + 8 * start, index_bytes + 8 * end)
             parts.append(np.frombuffer(content, "<u8"))
     going = np.sort(np.concatenate(parts)) if parts else np.empty(0, "<u8")
-    storage.write(_group_name(task.plan_id, task.group), going.tobytes())
-    result = _count(task, table, going)
-    storage.write(marker, msgspec.json.encode(result))
-    return result
+    storage.write(_group_name(task.plan_id, task.number), going.tobytes())
+    return _count(task, table, going)
 
 
 def kept_rows(job: Job, plan_id: str, block: int, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -212,12 +219,13 @@ def kept_rows(job: Job, plan_id: str, block: int, rows: Rows) -> npt.NDArray[np.
     return kept
 
 
-def _count(task: GroupTask, table: BlockTable, going: npt.NDArray[np.uint64]) -> GroupResult:
+def _count(task: DuplicatesTask, table: BlockTable, going: npt.NDArray[np.uint64]) -> GroupResult:
     documents: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
     tokens: dict[SplitName, list[int]] = {split: [] for split in SPLITS}
     num_bytes = 0
     examples: list[str] = []
-    for block in _blocks_of(task.group, table):
+    first = task.number * GROUP_BLOCKS
+    for block in range(first, min(first + GROUP_BLOCKS, table.num_blocks)):
         indices = _of_block(going, block)
         rows = np.empty(0, DOCUMENT)
         if len(indices):
@@ -228,9 +236,9 @@ def _count(task: GroupTask, table: BlockTable, going: npt.NDArray[np.uint64]) ->
             documents[split].append(len(chosen))
             tokens[split].append(int(chosen["num_tokens"].sum(dtype=np.int64)))
         num_bytes += int(rows["num_bytes"].sum(dtype=np.int64))
-        for packed in rows["place"][: MOST_EXAMPLES - len(examples)].tolist():
-            span, place = unpack_place(packed)
-            examples.append(describe_place(table.source_file(block, span), place))
+        for packed in rows["location"][: MOST_EXAMPLES - len(examples)].tolist():
+            span, location = unpack_location(packed)
+            examples.append(describe_location(table.source_file(block, span), location))
     dropped = Dropped(num_documents=len(going), num_bytes=num_bytes, examples=examples)
     return GroupResult(
         dropped_documents=documents,
@@ -239,23 +247,10 @@ def _count(task: GroupTask, table: BlockTable, going: npt.NDArray[np.uint64]) ->
     )
 
 
-def _blocks_of(group: int, table: BlockTable) -> Iterator[int]:
-    first = group * GROUP_BLOCKS
-    yield from range(first, min(first + GROUP_BLOCKS, table.num_blocks))
-
-
 def _of_block(going: npt.NDArray[np.uint64], block: int) -> npt.NDArray[np.int64]:
     bounds = np.array([block << 32, (block + 1) << 32], np.uint64)
     start, end = np.searchsorted(going, bounds)
     return (going[start:end] & np.uint64(2**32 - 1)).astype(np.int64)
-
-
-def _exists(job: Job, name: str) -> bool:
-    try:
-        job.storage().read_range(name, 0, 8)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _partition_name(plan_id: str, partition: int) -> str:

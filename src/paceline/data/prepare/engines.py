@@ -1,19 +1,11 @@
 """Engines that run tasks: processes on this machine, or a Ray cluster.
 
 An engine only decides where and when a task runs. Tasks are pure functions of files, so the engine
-cannot affect their results.
+cannot affect their results. A task whose worker or node died is retried.
 
-An engine of processes on this machine. A worker that dies is replaced and its task retried.
-
-Workers are new interpreters, not forks: a process with threads cannot be forked safely. They die
-with the process that started them, regardless of how it ends.
-
-A worker process of the local engine, which runs one task at a time.
-
-An engine on a Ray cluster, whose nodes need this package and access to the same files.
-
-Ray retries a task whose worker or node died. Only enough tasks to keep every core busy are in
-flight, because a plan may have 65,536.
+Local workers are new interpreters, not forks: a process with threads cannot be forked safely. They
+die with the process that started them, regardless of how it ends. The nodes of a Ray cluster need
+this package and access to the same files.
 """
 
 import contextlib
@@ -31,13 +23,17 @@ from typing import Any, Protocol, TypeVar
 from paceline.core.errors import DataError, PacelineError, UsageError
 from paceline.core.processes import end_processes, ignore_sigint, start_child
 from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.job import Task
+from paceline.data.prepare.job import Result, Task
 
 TaskT = TypeVar("TaskT", bound=Task)
-Result = TypeVar("Result")
 
 MOST_DEATHS = 3
 """Number of times that a task is retried after its worker died."""
+_PROGRAM = "from paceline.data.prepare.engines import main; main({descriptor})"
+_TASKS_PER_CORE = 2
+"""Tasks in flight on Ray: one running and one queued, so that no core waits for the driver. A plan
+may have 65,536."""
+_CONNECT_S = 5.0
 
 
 class Engine(Protocol):
@@ -48,28 +44,19 @@ class Engine(Protocol):
     ) -> Iterator[tuple[int, Result]]:
         """Yields each task's number and result, in the order in which they finish."""
 
+    def close(self) -> None:
+        """Ends the workers."""
 
-@contextlib.contextmanager
-def open_engine(config: PrepareConfig) -> Iterator[Engine]:
-    """Yields the configured engine and ends its workers afterwards."""
+
+def open_engine(config: PrepareConfig) -> contextlib.closing[Engine]:
+    """Returns a context with the configured engine, at whose end its workers end."""
     if config.engine == "ray":
-        with contextlib.closing(RayEngine(config.ray_address, config.workers)) as cluster:
-            yield cluster
-        return
-
-    with contextlib.closing(LocalEngine(config.num_local_workers)) as pool:
-        yield pool
-
-
-_PROGRAM = "from paceline.data.prepare.engines import main; main({descriptor})"
+        return contextlib.closing(RayEngine(config.ray_address, config.workers))
+    return contextlib.closing(LocalEngine(config.num_local_workers))
 
 
 class LocalEngine:
-    """A pool of processes; with one worker, tasks run in this process.
-
-    Args:
-        num_workers: Number of tasks in flight.
-    """
+    """A pool of processes; with one worker, tasks run in this process."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -174,11 +161,6 @@ def main(descriptor: int) -> None:
                 error.add_note(f"in worker {os.getpid()}:\n{traceback.format_exc()}")
                 answer = (None, error)
             connection.send(answer)
-
-
-_TASKS_PER_CORE = 2
-"""One running and one queued, so that no core waits for the driver."""
-_CONNECT_S = 5.0
 
 
 class RayEngine:

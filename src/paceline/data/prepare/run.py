@@ -4,13 +4,15 @@ A preparation that was killed at any point resumes when it is started again. A c
 left unchanged, and a different dataset at the same location is an error.
 """
 
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from paceline.core.errors import DataError
+from paceline.core.errors import DataError, UsageError
 from paceline.core.units import Progress
+from paceline.data.documents import UNKNOWN_KIND
 from paceline.data.manifest import (
     MANIFEST,
     SCHEMA,
@@ -18,36 +20,48 @@ from paceline.data.manifest import (
     TOKENIZER,
     DatasetManifest,
     Dropped,
-    ShardEntry,
+    SourceFile,
     Split,
     SplitName,
     documents_name,
     encode_manifest,
+    read_manifest,
     tokens_name,
 )
-from paceline.data.prepare.blocks import MOST_EXAMPLES, PieceResult, merge_dropped
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.duplicates import (
     GroupResult,
-    GroupTask,
-    PartitionTask,
     find_duplicates,
     gather_duplicates,
-    num_groups,
+    group_tasks,
     num_partitions,
+    partition_tasks,
     write_table,
 )
-from paceline.data.prepare.engines import Engine, Result, TaskT, open_engine
-from paceline.data.prepare.job import WORK, Job, find_finished, find_inputs, make_job
-from paceline.data.prepare.shards import ShardTask, plan_shards, write_shard
+from paceline.data.prepare.engines import Engine, TaskT, open_engine
+from paceline.data.prepare.job import (
+    MOST_EXAMPLES,
+    WORK,
+    BlockCounts,
+    Job,
+    Result,
+    merge_dropped,
+    reading_options,
+)
+from paceline.data.prepare.shards import plan_shards, write_shard
 from paceline.data.prepare.tokenize import PieceTask, plan_pieces, tokenize_piece
-from paceline.data.sources.documents import UNKNOWN_KIND
-from paceline.data.sources.files import FoundFiles
+from paceline.data.source_files import FoundFiles, find_files
 from paceline.data.storage import Storage, open_storage
+from paceline.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetManifest:
-    """Prepares a dataset, unless it is already prepared, and returns its manifest."""
+    """Prepares a dataset, unless it is already prepared, and returns its manifest.
+
+    Args:
+        config: The sources, the tokenizer and the output.
+        progress: Receives the number of source bytes tokenized and the total.
+    """
     inputs = find_inputs(config)
     storage = open_storage(config.out)
     finished = find_finished(inputs, storage)
@@ -56,20 +70,37 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
         return finished
     storage.write(TOKENIZER, inputs.tokenizer.json.encode())
     job = make_job(config, inputs)
-    tasks = [PieceTask(job=job, piece=piece) for piece in plan_pieces(inputs.files, job.reading)]
+    tasks = [
+        PieceTask(job=job, piece=piece) for piece in plan_pieces(inputs.found.files, job.reading)
+    ]
+    sizes = [task.piece.num_bytes for task in tasks]
     with open_engine(config) as engine:
-        pieces = _tokenize(engine, tasks, progress or _no_progress)
+        pieces = _run_all(engine, tokenize_piece, tasks, sizes, progress)
         dropped = [_unknown_files(inputs.found), *(piece.dropped for piece in pieces)]
-        if not any(piece.blocks for piece in pieces):
+        blocks = [block for piece in pieces for block in piece.blocks]
+        if not blocks:
             raise _nothing_left(config, merge_dropped(dropped))
         plan_id = write_table(job, tasks, pieces)
-        groups = _drop_duplicates(engine, job, plan_id, pieces)
+        partitions = num_partitions(sum(sum(block.num_documents.values()) for block in blocks))
+        _run_all(engine, find_duplicates, partition_tasks(job, plan_id, partitions))
+        groups = _run_all(
+            engine, gather_duplicates, group_tasks(job, plan_id, partitions, len(blocks))
+        )
         dropped += [group.dropped for group in groups]
-        kept = _kept(pieces, groups)
+        kept = _without_duplicates(blocks, groups)
         shard_tasks = plan_shards(job, plan_id, kept.tokens)
         entries = _run_all(engine, write_shard, shard_tasks)
-    for file in inputs.files:
+    for file in inputs.found.files:
         file.require_unchanged()
+    splits: dict[SplitName, Split] = {}
+    for split in SPLITS:
+        written = zip(shard_tasks, entries, strict=True)
+        chosen = [entry for task, entry in written if task.split == split]
+        splits[split] = Split(
+            num_tokens=sum(entry.num_tokens for entry in chosen),
+            num_documents=kept.num_documents[split],
+            shards=msgspec.Raw(msgspec.json.encode(chosen)),
+        )
     manifest = DatasetManifest(
         schema=SCHEMA,
         dtype="uint16" if inputs.tokenizer.dtype.itemsize == 2 else "uint32",
@@ -81,7 +112,7 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
         sources=inputs.sources,
         num_source_bytes=kept.num_bytes,
         dropped=merge_dropped(dropped),
-        splits=_splits(shard_tasks, entries, kept.num_documents),
+        splits=splits,
     )
     _remove_others(storage, manifest)
     storage.write(MANIFEST, encode_manifest(manifest))
@@ -89,96 +120,24 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
     return manifest
 
 
-class _Kept(NamedTuple):
-    tokens: dict[SplitName, list[int]]
-    """Number of kept tokens, by block."""
-    num_documents: dict[SplitName, int]
-    num_bytes: int
-
-
-def _tokenize(engine: Engine, tasks: Sequence[PieceTask], progress: Progress) -> list[PieceResult]:
-    total = sum(task.piece.num_bytes for task in tasks)
-    done = 0
-    results: dict[int, PieceResult] = {}
-    progress(0, total)
-    for number, result in engine.run(tokenize_piece, tasks):
-        results[number] = result
-        done += tasks[number].piece.num_bytes
-        progress(done, total)
-    return [results[number] for number in range(len(tasks))]
-
-
-def _drop_duplicates(
-    engine: Engine, job: Job, plan_id: str, pieces: Sequence[PieceResult]
-) -> list[GroupResult]:
-    blocks = [block for piece in pieces for block in piece.blocks]
-    partitions = num_partitions(sum(sum(block.num_documents.values()) for block in blocks))
-    _run_all(
-        engine,
-        find_duplicates,
-        [
-            PartitionTask(job=job, plan_id=plan_id, partition=each, num_partitions=partitions)
-            for each in range(partitions)
-        ],
-    )
-    return _run_all(
-        engine,
-        gather_duplicates,
-        [
-            GroupTask(job=job, plan_id=plan_id, group=each, num_partitions=partitions)
-            for each in range(num_groups(len(blocks)))
-        ],
-    )
-
-
-def _kept(pieces: Sequence[PieceResult], groups: Sequence[GroupResult]) -> _Kept:
-    """Returns the counts of every block without the duplicates."""
-    blocks = [block for piece in pieces for block in piece.blocks]
-    tokens: dict[SplitName, list[int]] = {}
-    num_documents: dict[SplitName, int] = {}
-    for split in SPLITS:
-        gone_tokens = [number for group in groups for number in group.dropped_tokens[split]]
-        gone_documents = sum(sum(group.dropped_documents[split]) for group in groups)
-        tokens[split] = [
-            block.num_tokens[split] - gone for block, gone in zip(blocks, gone_tokens, strict=True)
-        ]
-        num_documents[split] = sum(block.num_documents[split] for block in blocks) - gone_documents
-    gone_bytes = sum(each.num_bytes for group in groups for each in group.dropped.values())
-    return _Kept(tokens, num_documents, sum(block.num_bytes for block in blocks) - gone_bytes)
-
-
 def _run_all(
-    engine: Engine, function: Callable[[TaskT], Result], tasks: Sequence[TaskT]
+    engine: Engine,
+    function: Callable[[TaskT], Result],
+    tasks: Sequence[TaskT],
+    sizes: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> list[Result]:
-    results = dict(engine.run(function, tasks))
+    """Returns the results in the order of the tasks; reports the sizes of finished tasks."""
+    results = {}
+    done, total = 0, sum(sizes)
+    if progress is not None:
+        progress(0, total)
+    for number, result in engine.run(function, tasks):
+        results[number] = result
+        if progress is not None:
+            done += sizes[number]
+            progress(done, total)
     return [results[number] for number in range(len(tasks))]
-
-
-def _splits(
-    tasks: Sequence[ShardTask], entries: Sequence[ShardEntry], num_documents: dict[SplitName, int]
-) -> dict[SplitName, Split]:
-    splits: dict[SplitName, Split] = {}
-    for split in SPLITS:
-        chosen = [entry for task, entry in zip(tasks, entries, strict=True) if task.split == split]
-        splits[split] = Split(
-            num_tokens=sum(entry.num_tokens for entry in chosen),
-            num_documents=num_documents[split],
-            shards=msgspec.Raw(msgspec.json.encode(chosen)),
-        )
-    return splits
-
-
-def _remove_others(storage: Storage, manifest: DatasetManifest) -> None:
-    """Deletes shards of an earlier attempt with other inputs, and partial files."""
-    for split in SPLITS:
-        expected = {
-            name(split, shard)
-            for shard in range(manifest.num_shards(split))
-            for name in (tokens_name, documents_name)
-        }
-        for name in storage.sizes(split).keys() - expected:
-            storage.delete(name)
-    storage.discard_unfinished()
 
 
 def _unknown_files(found: FoundFiles) -> dict[str, Dropped]:
@@ -203,5 +162,125 @@ def _nothing_left(config: PrepareConfig, dropped: dict[str, Dropped]) -> DataErr
     )
 
 
-def _no_progress(_done: int, _total: int) -> None:
-    pass
+class _Kept(NamedTuple):
+    tokens: dict[SplitName, list[int]]
+    """Number of kept tokens, by block."""
+    num_documents: dict[SplitName, int]
+    num_bytes: int
+
+
+def _without_duplicates(blocks: Sequence[BlockCounts], groups: Sequence[GroupResult]) -> _Kept:
+    tokens: dict[SplitName, list[int]] = {}
+    num_documents: dict[SplitName, int] = {}
+    for split in SPLITS:
+        gone_tokens = [number for group in groups for number in group.dropped_tokens[split]]
+        gone_documents = sum(sum(group.dropped_documents[split]) for group in groups)
+        tokens[split] = [
+            block.num_tokens[split] - gone for block, gone in zip(blocks, gone_tokens, strict=True)
+        ]
+        num_documents[split] = sum(block.num_documents[split] for block in blocks) - gone_documents
+    gone_bytes = sum(each.num_bytes for group in groups for each in group.dropped.values())
+    return _Kept(tokens, num_documents, sum(block.num_bytes for block in blocks) - gone_bytes)
+
+
+def _remove_others(storage: Storage, manifest: DatasetManifest) -> None:
+    """Deletes shards of an earlier attempt with other inputs, and partial files."""
+    for split in SPLITS:
+        expected = {
+            name(split, shard)
+            for shard in range(manifest.num_shards(split))
+            for name in (tokens_name, documents_name)
+        }
+        for name in storage.sizes(split).keys() - expected:
+            storage.delete(name)
+    storage.discard_unfinished()
+
+
+class Inputs(NamedTuple):
+    """The tokenizer, the files and the options that determine the bytes of the shards."""
+
+    tokenizer: Tokenizer
+    found: FoundFiles
+    options: dict[str, str | int | float | bool | None]
+
+    @property
+    def sources(self) -> list[SourceFile]:
+        """The files as a manifest lists them."""
+        return [
+            SourceFile(name=file.name, num_bytes=file.num_bytes, modified_ns=file.modified_ns)
+            for file in self.found.files
+        ]
+
+
+def find_prepared(config: PrepareConfig) -> DatasetManifest | None:
+    """Returns the manifest if this dataset is already prepared, None if there is no dataset.
+
+    Raises:
+        UsageError: A different dataset is prepared at that location.
+    """
+    return find_finished(find_inputs(config), open_storage(config.out))
+
+
+def find_inputs(config: PrepareConfig) -> Inputs:
+    """Loads the tokenizer and finds the files."""
+    tokenizer = load_tokenizer(config.tokenizer, config.end_of_document)
+    found = find_files(config.sources, None if "://" in config.out else config.out)
+    options: dict[str, str | int | float | bool | None] = {
+        "separator": config.separator_bytes.decode(),
+        "field": config.field,
+        "max_document_bytes": config.max_document_bytes,
+        "heldout": config.heldout,
+        "shard_tokens": config.shard_tokens,
+        "end_of_document": tokenizer.end_of_document,
+    }
+    return Inputs(tokenizer, found, options)
+
+
+def make_job(config: PrepareConfig, inputs: Inputs) -> Job:
+    """Returns the settings that all tasks share."""
+    return Job(
+        out=config.out if "://" in config.out else str(pathlib.Path(config.out).absolute()),
+        reading=reading_options(config),
+        tokenizer_blake3=inputs.tokenizer.blake3,
+        end_of_document=config.end_of_document,
+        heldout=config.heldout,
+        shard_tokens=config.shard_tokens,
+    )
+
+
+def find_finished(inputs: Inputs, storage: Storage) -> DatasetManifest | None:
+    """Returns the manifest if these inputs are prepared in a storage, None if it has no dataset."""
+    try:
+        storage.read_range(MANIFEST, 0, 1)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise UsageError(f"--out {storage.url} is a file; name a directory") from error
+    manifest = read_manifest(storage)
+    difference = _difference(manifest, inputs)
+    if difference:
+        raise UsageError(
+            f"{storage.url} already contains a dataset that was prepared differently: "
+            f"{difference}; name another --out, or delete that dataset"
+        )
+    return manifest
+
+
+def _difference(manifest: DatasetManifest, inputs: Inputs) -> str:
+    """Returns the first difference between a dataset and the inputs; empty if there is none."""
+    if manifest.tokenizer_blake3 != inputs.tokenizer.blake3:
+        return "with another tokenizer"
+    for name, value in inputs.options.items():
+        if manifest.options.get(name) != value:
+            flag = "--" + name.replace("_", "-")
+            return f"{flag} was {manifest.options.get(name)!r} and is {value!r}"
+    before = {source.name: source for source in manifest.sources}
+    now = {source.name: source for source in inputs.sources}
+    for name in sorted(before.keys() | now.keys()):
+        if name not in before:
+            return f"{name} is new"
+        if name not in now:
+            return f"{name} is gone"
+        if before[name] != now[name]:
+            return f"{name} has changed since"
+    return ""

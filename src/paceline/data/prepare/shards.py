@@ -19,9 +19,8 @@ from paceline.data.manifest import (
     documents_name,
     tokens_name,
 )
-from paceline.data.prepare.blocks import is_heldout
 from paceline.data.prepare.duplicates import kept_rows, read_table
-from paceline.data.prepare.job import Job, plan_name
+from paceline.data.prepare.job import Job, is_heldout, once, plan_name
 
 
 class ShardTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +69,11 @@ def plan_shards(
 
 def write_shard(task: ShardTask) -> ShardEntry:
     """Writes a shard's tokens and document ends and then its marker, unless the marker exists."""
-    storage = task.job.storage()
     marker = plan_name(task.plan_id, f"shards/{task.split}-{task.shard:08d}.json")
-    try:
-        return msgspec.json.decode(storage.read(marker), type=ShardEntry)
-    except FileNotFoundError:
-        pass
+    return once(task.job, marker, ShardEntry, lambda: _write_files(task))
+
+
+def _write_files(task: ShardTask) -> ShardEntry:
     shard_tokens = np.empty(task.num_tokens, task.job.tokenizer().dtype)
     shard_ends = []
     block = task.first_block
@@ -90,16 +88,15 @@ def write_shard(task: ShardTask) -> ShardEntry:
         block += 1
     documents = np.concatenate(shard_ends).astype(DOCUMENT_END_DTYPE).tobytes()
     content = shard_tokens.view(np.uint8).data
+    storage = task.job.storage()
     storage.write(tokens_name(task.split, task.shard), content)
     storage.write(documents_name(task.split, task.shard), documents)
-    entry = ShardEntry(
+    return ShardEntry(
         num_tokens=task.num_tokens,
         num_documents=len(documents) // 4,
         tokens_blake3=blake3.blake3(content).hexdigest(),
         documents_blake3=blake3.blake3(documents).hexdigest(),
     )
-    storage.write(marker, msgspec.json.encode(entry))
-    return entry
 
 
 def _kept(

@@ -1,16 +1,14 @@
-"""Tokenizes the documents of one piece into blocks, in bounded memory.
-
-The id of a piece is a digest of everything that determines its result: the state of its files, its
-ranges, the tokenizer and the options. So a restarted preparation reuses finished pieces, even if
-other files have been added.
-
-The plan of a preparation: groups the source files into pieces to tokenize.
+"""Cuts source files into pieces, and tokenizes pieces or trains a tokenizer on some of them.
 
 Pieces depend only on the files and options, never on the number of workers. Plain text and JSON
 Lines are split by byte range, Parquet by row group, Megatron datasets by document. A compressed
-file is one span. Small files share a piece.
+file is one span. Small files share a piece. The id of a piece is a digest of everything that
+determines its result: the state of its files, its ranges, the tokenizer and the options. So a
+restarted preparation reuses finished pieces, even if other files have been added.
 """
 
+import itertools
+import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import blake3
@@ -18,36 +16,49 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import DataError
-from paceline.core.units import MIB
+from paceline.core.errors import DataError, UsageError
+from paceline.core.units import MIB, Progress
+from paceline.data.documents import (
+    Document,
+    LeftOut,
+    ReadOptions,
+    SourceSpan,
+    TokenDocument,
+    describe_location,
+    overlaps_itself,
+    read_span,
+    row_group_bytes,
+)
 from paceline.data.manifest import Dropped, SplitName
 from paceline.data.megatron import MegatronDataset
-from paceline.data.prepare.blocks import (
+from paceline.data.prepare.config import TokenizerConfig
+from paceline.data.prepare.job import (
     BLOCK_DOCUMENTS,
     BLOCK_TOKENS,
     DOCUMENT,
     BlockCounts,
+    Job,
     PieceResult,
     Rows,
+    digest,
     is_heldout,
     merge_dropped,
-    pack_place,
+    once,
+    pack_location,
+    piece_name,
+    reading_options,
     write_block,
 )
-from paceline.data.prepare.job import Job, digest, piece_name
-from paceline.data.sources.documents import Document, LeftOut, TokenDocument
-from paceline.data.sources.files import FoundFile
-from paceline.data.sources.parquet import row_group_bytes
-from paceline.data.sources.read import ReadOptions, SourceSpan, describe_place, read_span
-from paceline.data.sources.text import overlaps_itself
-from paceline.data.tokenizer import Tokenizer, one_thread
+from paceline.data.source_files import FoundFile, find_files
+from paceline.data.storage import open_storage
+from paceline.data.tokenizer import Tokenizer, one_thread, train_bpe
 
 SMALLEST_PIECE_BYTES = MIB
 """About one second of work."""
 _USUAL_PIECE_BYTES = 8 * MIB
 _USUAL_PIECES, _MOST_PIECES = 2**10, 2**16
 _MOST_SPANS = 2**12
-"""Maximum number of spans in a piece: a packed place has 16 bits for the span."""
+"""Maximum number of spans in a piece: a packed location has 16 bits for the span."""
 
 
 class SourcePiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +139,6 @@ def _row_group_spans(file: FoundFile, sizes: list[int], piece_bytes: int) -> Ite
             start, num_bytes = group + 1, 0
 
 
-_MARKER = "finished.json"
 _BATCH_BYTES = MIB
 _BATCH_DOCUMENTS = 4096
 
@@ -157,12 +167,11 @@ class PieceTask(msgspec.Struct, frozen=True, kw_only=True):
 
 def tokenize_piece(task: PieceTask) -> PieceResult:
     """Writes the blocks of a piece and then its marker, unless the marker exists."""
-    marker = piece_name(task.piece_id, _MARKER)
-    storage = task.job.storage()
-    try:
-        return msgspec.json.decode(storage.read(marker), type=PieceResult)
-    except FileNotFoundError:
-        pass
+    marker = piece_name(task.piece_id, "finished.json")
+    return once(task.job, marker, PieceResult, lambda: _write_blocks(task))
+
+
+def _write_blocks(task: PieceTask) -> PieceResult:
     writer = _BlockWriter(task.job, task.piece_id)
     with one_thread():
         for number, span in enumerate(task.piece.spans):
@@ -170,9 +179,7 @@ def tokenize_piece(task: PieceTask) -> PieceResult:
             for batch in _batches(span, task.job, writer):
                 writer.add(number, batch, span)
             span.file.require_unchanged()
-    result = writer.finish()
-    storage.write(marker, msgspec.json.encode(result))
-    return result
+    return writer.finish()
 
 
 def _batches(
@@ -220,7 +227,7 @@ class _BlockWriter:
         rows = np.empty(len(batch), DOCUMENT)
         hashes, num_bytes, tokens, lengths = _encode(self._tokenizer, batch, span)
         rows["hash"] = np.frombuffer(hashes, "<u8").reshape(-1, 2)
-        rows["place"] = [pack_place(span_number, document.place) for document in batch]
+        rows["location"] = [pack_location(span_number, document.location) for document in batch]
         rows["num_bytes"] = num_bytes
         rows["num_tokens"] = lengths
         heldout = is_heldout(rows, self._job)
@@ -237,7 +244,7 @@ class _BlockWriter:
 
     def leave_out(self, found: LeftOut, span: SourceSpan) -> None:
         """Counts a dropped document."""
-        example = describe_place(span.file, found.place)
+        example = describe_location(span.file, found.location)
         dropped = Dropped(num_documents=1, num_bytes=found.num_bytes, examples=[example])
         self._dropped = merge_dropped((self._dropped, {found.reason: dropped}))
 
@@ -286,10 +293,51 @@ def _ended(
     unknown = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]
     if len(unknown):
         raise DataError(
-            f"{describe_place(span.file, document.place)}: token {unknown[0]} is not in the "
+            f"{describe_location(span.file, document.location)}: token {unknown[0]} is not in the "
             f"vocabulary of {tokenizer.vocab_size:,}; name the tokenizer that made this file"
         )
     tokens = tokens.astype(np.uint32)
     if tokens[-1] == tokenizer.end_of_document:
         return tokens
     return np.append(tokens, np.uint32(tokenizer.end_of_document))
+
+
+def train_tokenizer(config: TokenizerConfig, progress: Progress | None = None) -> Tokenizer:
+    """Trains byte-level BPE, writes its tokenizer.json and returns it."""
+    out = pathlib.Path(config.out)
+    if out.is_dir():
+        raise UsageError(f"--out {config.out} is a directory; name a file in it: tokenizer.json")
+    reading = reading_options(config)
+    pieces = plan_pieces(find_files(config.sources).files, reading)
+    step = max(1, sum(piece.num_bytes for piece in pieces) // config.sample_bytes)
+    texts = _texts(pieces[::step], reading, config.sample_bytes, progress)
+    first = next(texts, None)
+    if first is None:
+        raise DataError(
+            f"{', '.join(config.sources)}: no documents to train on; check --field and --separator"
+        )
+    json = train_bpe(itertools.chain([first], texts), config.vocab_size)
+    open_storage(out.parent).write(out.name, json.encode())
+    return Tokenizer(json)
+
+
+def _texts(
+    pieces: Sequence[SourcePiece],
+    reading: ReadOptions,
+    most_characters: int,
+    progress: Progress | None,
+) -> Iterator[str]:
+    """Yields the documents of pieces, up to about `most_characters`."""
+    done, total = 0, sum(piece.num_bytes for piece in pieces)
+    num_characters = 0
+    for piece in pieces:
+        for span in piece.spans:
+            for found in read_span(span, reading):
+                if isinstance(found, Document):
+                    num_characters += len(found.text)
+                    yield found.text
+                    if num_characters >= most_characters:
+                        return
+        done += piece.num_bytes
+        if progress is not None:
+            progress(done, total)

@@ -5,8 +5,8 @@ import math
 
 import torch
 
+from paceline.data.audit import join_digest, split_digest
 from paceline.data.loader.torch_batches import TorchBatch
-from paceline.data.sampling.audit import join_digest, split_digest
 from paceline.parallel.elastic import Members, ReplicaGradients
 from paceline.parallel.replica_group import ReplicaGroup
 from paceline.parallel.strategies import clip_grad_norm

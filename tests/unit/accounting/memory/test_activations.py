@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.accounting import peak_activation_bytes, saved_for_backward_bytes
 from paceline.accounting.memory.activations import count_activations
-from paceline.core import BatchShape, ModelShape, Precision, ShapeError, UsageError, model_preset
+from paceline.core import BatchShape, ModelShape, Precision, UsageError, model_preset
+from paceline.core.errors import ShapeError
 from paceline.core.specs import AttentionImplementation, precision_preset
 from paceline.models import TransformerLM, next_token_loss
 from paceline.models.layers import RMSNorm

@@ -8,7 +8,8 @@ from paceline.benchmarks.config import (
     ShapeOverrides,
     StepSweep,
 )
-from paceline.core import ShapeError, UsageError
+from paceline.core import UsageError
+from paceline.core.errors import ShapeError
 
 
 def test_a_sweep_is_every_combination() -> None:

@@ -54,7 +54,7 @@ def test_options_load_nothing_heavy() -> None:
 
 def test_preparing_never_loads_torch() -> None:
     code = (
-        "import sys, paceline.data.prepare.run, paceline.data.prepare.train\n"
+        "import sys, paceline.data.prepare.run, paceline.data.prepare.tokenize\n"
         "heavy = {'torch', 'scipy', 'ray', 'pyarrow', 'zstandard', 'obstore'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -14,8 +14,7 @@ from paceline.data.prepare import duplicates, tokenize
 from paceline.data.prepare import shards as shards_module
 from paceline.data.prepare import tokenize as pieces
 from paceline.data.prepare.config import PrepareConfig
-from paceline.data.prepare.job import find_inputs, find_prepared, make_job
-from paceline.data.prepare.run import prepare
+from paceline.data.prepare.run import find_inputs, find_prepared, make_job, prepare
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import train_bpe
 from tests.unit.data.corpus import (

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.cli.main import main
-from paceline.core import ParallelLayout, ShapeError, UsageError, model_preset
+from paceline.core import ParallelLayout, UsageError, model_preset
+from paceline.core.errors import ShapeError
 from paceline.core.presets import find_preset
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.calibrations.store import known_calibrations

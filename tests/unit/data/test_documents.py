@@ -1,22 +1,104 @@
-"""Tests that every kind of file gives the same documents, and that dropped ones are named."""
+"""Tests that every kind of file gives the same documents once, and that dropped ones are named."""
 
 import gzip
 import json
 import os
 import pathlib
 
+import hypothesis
+import hypothesis.strategies as st
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.sources import files
-from paceline.data.sources.documents import Document, Found, LeftOut
-from paceline.data.sources.files import find_files
-from paceline.data.sources.parquet import row_group_bytes
-from paceline.data.sources.read import ReadOptions, SourceSpan, read_span
+from paceline.data import source_files
+from paceline.data.documents import (
+    Document,
+    Found,
+    LeftOut,
+    Part,
+    ReadOptions,
+    SourceSpan,
+    cut,
+    first_byte,
+    overlaps_itself,
+    read_span,
+    row_group_bytes,
+)
+from paceline.data.source_files import find_files
 from tests.unit.data.corpus import make_documents, write_jsonl
+
+
+def _chunks(content: bytes, size: int, start: int) -> list[bytes]:
+    return [content[i : i + size] for i in range(start, len(content), size)]
+
+
+def _cut(content: bytes, separator: bytes, start: int, end: int | None, size: int) -> list[Part]:
+    chunks = _chunks(content, size, first_byte(start, separator))
+    return list(cut(chunks, separator, start=start, end=end, most_bytes=10))
+
+
+@hypothesis.given(
+    content=st.lists(st.sampled_from([b"a", b"b", b"<>", b"<", b">", b"\n"])).map(b"".join),
+    separator=st.sampled_from([b"<>", b"\n", b"ab>"]),
+    size=st.integers(1, 7),
+    range_bytes=st.integers(1, 9),
+)
+def test_every_part_is_in_exactly_one_range(
+    content: bytes, separator: bytes, size: int, range_bytes: int
+) -> None:
+    assert not overlaps_itself(separator)
+    found = [
+        part
+        for start in range(0, len(content), range_bytes)
+        for part in _cut(content, separator, start, min(start + range_bytes, len(content)), size)
+    ]
+    place = 0
+    expected = []
+    for text in content.split(separator):
+        expected.append((place, text if len(text) <= 10 else None, len(text)))
+        place += len(text) + len(separator)
+    # The empty part after a final separator starts at the end of the file, in no range.
+    expected = [each for each in expected if each[0] < len(content)]
+    assert [part[:3] for part in found] == expected
+
+
+@hypothesis.given(
+    content=st.lists(st.sampled_from([b"a", b"aa", b"b", b"\n"])).map(b"".join),
+    separator=st.sampled_from([b"aa", b"\n\n", b"aba", b""]),
+    size=st.integers(1, 7),
+)
+def test_a_whole_stream_is_cut_as_bytes_are_split(
+    content: bytes, separator: bytes, size: int
+) -> None:
+    expected = content.split(separator) if separator else [content]
+    parts = _cut(content, separator, 0, None, size)
+    assert [part.num_bytes for part in parts] == [len(text) for text in expected]
+    assert [part.content for part in parts] == [
+        text if len(text) <= 10 else None for text in expected
+    ]
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_separators_that_overlap_themselves_are_known() -> None:
+    assert overlaps_itself(b"\n\n")
+    assert overlaps_itself(b"aba")
+    assert not overlaps_itself(b"<|endoftext|>")
+
+
+def test_a_range_within_a_long_part_stops_at_its_end() -> None:
+    read = []
+
+    def chunks() -> "list[bytes]":
+        for number in range(1000):
+            read.append(number)
+            yield b"x" * 10
+
+    assert list(cut(chunks(), b"\n", start=5, end=50, most_bytes=10)) == []
+    assert len(read) < 10
+
 
 DOCUMENTS = make_documents(30)
 SEPARATOR = b"<|endoftext|>"
@@ -37,7 +119,7 @@ def _left_out(found: list[Found]) -> dict[str, list[int]]:
     reasons: dict[str, list[int]] = {}
     for each in found:
         if isinstance(each, LeftOut):
-            reasons.setdefault(each.reason, []).append(each.place)
+            reasons.setdefault(each.reason, []).append(each.location)
     return reasons
 
 
@@ -153,7 +235,7 @@ def test_truncated_and_damaged_files_are_named(
 def test_bombs_are_refused(
     tmp_path: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "HARMLESS_BYTES", 2**22)
+    monkeypatch.setattr(source_files, "HARMLESS_BYTES", 2**22)
     path = tmp_path / name
     zeros = bytes(2**23)
     packed = gzip.compress(zeros) if name.endswith("gz") else zstandard.compress(zeros)

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.sampling.order import IndexArray
+from paceline.data.sampling import IndexArray
 from paceline.records.store import RowFile
 
-_PLACE_WORDS = 4
+_POSITION_WORDS = 4
 """32-bit words for position and source."""
 DIGEST_PARTS = 4
 """Number of 16-bit parts in which a digest is sent."""
@@ -31,10 +31,10 @@ def samples_digest(positions: IndexArray, sources: IndexArray, rows: npt.NDArray
     # Each row of the records is hashed in one call. uint32 holds every token and makes the digest
     # independent of the stored dtype.
     num_samples, length = rows.shape
-    records = np.empty((num_samples, _PLACE_WORDS + length), dtype="<u4")
-    places = np.stack([positions, sources], axis=1).astype("<i8")
-    records[:, :_PLACE_WORDS] = places.view("<u4")
-    records[:, _PLACE_WORDS:] = rows
+    records = np.empty((num_samples, _POSITION_WORDS + length), dtype="<u4")
+    keys = np.stack([positions, sources], axis=1).astype("<i8")
+    records[:, :_POSITION_WORDS] = keys.view("<u4")
+    records[:, _POSITION_WORDS:] = rows
     content = records.data.cast("B")
     ends = range(0, len(content) + 1, records.strides[0])
     hashes = [

@@ -1,18 +1,23 @@
-"""Tests that pieces cover every file of any size once, and that their number is bounded."""
+"""Tests of the pieces of source files, and of training a tokenizer on a sample of them."""
 
+import dataclasses
 import itertools
 import pathlib
+from collections.abc import Iterable
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from paceline.core.errors import DataError, UsageError
 from paceline.core.units import GIB, KIB, MIB, TB
+from paceline.data.documents import ReadOptions
 from paceline.data.prepare import tokenize
-from paceline.data.prepare.tokenize import plan_pieces
-from paceline.data.sources.files import Compression, FoundFile, Kind, find_files
-from paceline.data.sources.read import ReadOptions
-from tests.unit.data.corpus import make_documents
+from paceline.data.prepare.config import TokenizerConfig
+from paceline.data.prepare.tokenize import plan_pieces, train_tokenizer
+from paceline.data.source_files import Compression, FoundFile, Kind, find_files
+from paceline.data.tokenizer import load_tokenizer, train_bpe
+from tests.unit.data.corpus import make_documents, write_jsonl
 
 READING = ReadOptions(separator=b"<|endoftext|>", field="text", max_document_bytes=MIB)
 
@@ -83,3 +88,47 @@ def test_parquet_is_cut_between_row_groups(
     assert len(spans) > 2
     assert [spans[0].start, spans[-1].end] == [0, 12]
     assert all(a.end == b.start for a, b in itertools.pairwise(spans))
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> TokenizerConfig:
+    for number in range(4):
+        write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", make_documents(50, seed=number))
+    return TokenizerConfig(
+        sources=(str(tmp_path / "corpus"),),
+        out=str(tmp_path / "made" / "tokenizer.json"),
+        vocab_size=300,
+    )
+
+
+def test_all_documents_are_trained_on(config: TokenizerConfig) -> None:
+    seen: list[tuple[int, int]] = []
+    tokenizer = train_tokenizer(config, lambda done, total: seen.append((done, total)))
+    documents = [text for number in range(4) for text in make_documents(50, seed=number)]
+    assert tokenizer.json == train_bpe(documents, 300)
+    assert load_tokenizer(config.out).json == tokenizer.json
+    assert seen[-1][0] == seen[-1][1] > 10_000
+
+
+def test_a_sample_comes_from_everywhere(
+    config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "SMALLEST_PIECE_BYTES", 500)
+    trained_on: list[str] = []
+
+    def listen(documents: Iterable[str], vocab_size: int) -> str:
+        trained_on.extend(documents)
+        return train_bpe(trained_on, vocab_size)
+
+    monkeypatch.setattr(tokenize, "train_bpe", listen)
+    train_tokenizer(dataclasses.replace(config, sample_bytes=5000))
+    assert 4000 < sum(map(len, trained_on)) < 7000
+    assert {text[0] for text in trained_on} == set("0123")
+
+
+def test_what_cannot_be_trained_on_is_named(config: TokenizerConfig) -> None:
+    with pytest.raises(DataError, match=r"corpus: no documents to train on; check --field"):
+        train_tokenizer(dataclasses.replace(config, field="body"))
+    assert not pathlib.Path(config.out).exists()
+    with pytest.raises(UsageError, match="is a directory"):
+        train_tokenizer(dataclasses.replace(config, out=config.sources[0]))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import RecordError
-from paceline.data.sampling.audit import (
+from paceline.data.audit import (
     AuditRow,
     AuditTrail,
     audit_row,

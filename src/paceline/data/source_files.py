@@ -1,11 +1,8 @@
-"""The source files of documents; the suffix determines the kind of a file.
+"""The source files of documents, and their bytes in chunks; a suffix determines a file's kind.
 
 Size and modification time are stored when a file is found and checked again before and after it is
-read. A corpus that changes while it is read is an error that names the file.
-
-The bytes of a file in chunks, decompressed if necessary, in bounded memory.
-
-A file that is truncated, or that expands far more than text does, is an error that names the file.
+read. A corpus that changes while it is read is an error that names the file, and so is a file that
+is truncated, or that expands far more than text does.
 """
 
 import gzip

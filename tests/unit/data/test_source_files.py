@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from paceline.core.errors import DataError, UsageError
-from paceline.data.sources.files import find_files
+from paceline.data.source_files import find_files
 
 
 def _touch(directory: pathlib.Path, *names: str) -> None:

@@ -1,5 +1,6 @@
-"""Tests that every kind of damage is found and named, and that intact datasets have no findings."""
+"""Tests that a damaged dataset is found, and that document lengths are counted."""
 
+import collections
 import pathlib
 import re
 from collections.abc import Callable
@@ -7,9 +8,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.data import inspect as verify_module
-from paceline.data.inspect import verify
+from paceline.data.inspect import document_beginnings, document_lengths, verify
 from paceline.data.manifest import MANIFEST, DatasetManifest, encode_manifest, read_manifest
 from paceline.data.storage import LocalStorage
 from tests.unit.data.dataset_factory import write_dataset
@@ -87,3 +90,34 @@ def test_tokens_beyond_the_vocabulary_are_named(storage: LocalStorage) -> None:
 def test_documents_that_nothing_ends_are_named(storage: LocalStorage) -> None:
     _with(storage, end_of_document=200)
     assert "documents without the token that ends them" in _findings(storage)[0]
+
+
+@settings(deadline=None)  # Writing files is slow on a busy machine.
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30), shard=st.integers(1, 50))
+def test_every_document_counts_once(
+    tmp_path_factory: "object", lengths: list[int], shard: int
+) -> None:
+    directory = tmp_path_factory.mktemp("dataset")  # type: ignore[attr-defined]
+    write_dataset(directory, [np.ones(length) for length in lengths], shard_tokens=shard)
+    storage = LocalStorage(directory)
+    found = document_lengths(storage, read_manifest(storage), "train")
+    # Each document is followed by its end token.
+    expected = collections.Counter((length + 1).bit_length() - 1 for length in lengths)
+    assert {place: count for place, count in enumerate(found.counts) if count} == dict(expected)
+    assert found.num_documents == len(lengths)
+    assert found.num_tokens == sum(lengths) + len(lengths)
+    assert found.longest == max(lengths) + 1
+    assert len(found.counts) == (max(lengths) + 1).bit_length()
+    middle = sorted(length + 1 for length in lengths)[(len(lengths) - 1) // 2]
+    assert found.median_bin == middle.bit_length() - 1
+
+
+def test_beginnings_are_spread_over_the_documents(tmp_path: pathlib.Path) -> None:
+    write_dataset(tmp_path, [np.full(9, number) for number in range(11)], shard_tokens=200)
+    storage = LocalStorage(tmp_path)
+    manifest = read_manifest(storage)
+    shown = [each.tolist() for each in document_beginnings(storage, manifest, "train", 3, 4)]
+    assert shown == [[0] * 4, [5] * 4, [10] * 4]
+    whole = document_beginnings(storage, manifest, "train", 1, 99)
+    assert [each.tolist() for each in whole] == [[0] * 9]
+    assert len(list(document_beginnings(storage, manifest, "train", 99, 4))) == 11

@@ -1,1 +1,0 @@
-"""Documents from files: text and JSON Lines (also gzip or zstd), Parquet, Megatron datasets."""
