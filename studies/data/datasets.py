@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.data.manifest import MANIFEST, SCHEMA, Manifest, Split, encode_manifest
+from paceline.data.manifest import MANIFEST, SCHEMA, DatasetManifest, Split, encode_manifest
 from paceline.data.storage import open_storage
 
 
@@ -31,7 +31,7 @@ def write_manifest(
         num_documents=0,
         shards=msgspec.Raw(msgspec.json.encode(shards)),
     )
-    manifest = Manifest(
+    manifest = DatasetManifest(
         schema=SCHEMA,
         dtype="uint16",
         shard_tokens=shard_tokens,

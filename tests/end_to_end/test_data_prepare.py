@@ -126,10 +126,10 @@ import resource, sys
 from paceline.core.errors import DataError
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
-from paceline.data.sources import streams
+from paceline.data import source_files
 
 source, tokenizer, out, harmless = sys.argv[1:]
-streams.HARMLESS_BYTES = int(harmless)
+source_files.HARMLESS_BYTES = int(harmless)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     manifest = prepare(PrepareConfig(sources=(source,), tokenizer=tokenizer, out=out, workers=1))

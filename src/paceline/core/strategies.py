@@ -1,4 +1,4 @@
-"""Names of the data-parallel strategies, which keep the ranks' weights equal, and of collectives."""
+"""Names of the data-parallel strategies, which keep the ranks' weights equal; of collectives."""
 
 from typing import Literal, cast, get_args
 

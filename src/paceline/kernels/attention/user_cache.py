@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from paceline.core.files import atomic_file
+
 _LOGGER = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
@@ -57,9 +59,9 @@ class UserCache(Generic[Entry]):
 
         The file is replaced atomically, so that no reader sees half of it.
         """
-        part = self.path.with_suffix(".part")
+        content = msgspec.json.encode(self.read() | {key: entry})
         try:
-            part.write_bytes(msgspec.json.encode(self.read() | {key: entry}))
-            part.replace(self.path)
+            with atomic_file(self.path) as file:
+                file.write(content)
         except OSError as error:
             _LOGGER.warning("the entry for %s was not kept in %s: %s", key, self.path, error)

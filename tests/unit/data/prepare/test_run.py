@@ -268,5 +268,5 @@ def _piece_tasks(config: PrepareConfig) -> list[tokenize.PieceTask]:
     job = make_job(config, inputs)
     return [
         tokenize.PieceTask(job=job, piece=piece)
-        for piece in pieces.plan_pieces(inputs.files, job.reading)
+        for piece in pieces.plan_pieces(inputs.found.files, job.reading)
     ]
