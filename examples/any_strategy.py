@@ -4,8 +4,6 @@ The same global batches are divided among any number of ranks, so that the print
 neither on the number of ranks nor on the strategy:
 
     python examples/any_strategy.py sharded torch_fsdp2 --ranks 2 --max-norm 1
-
-A strategy that steps in backward (sharded_per_bucket) cannot clip: the norm is known too late.
 """
 
 import argparse

@@ -195,9 +195,6 @@ SUBJECTS: dict[str, Callable[[nn.Module], Any]] = {
     "bucketed": _replicated(BucketedDataParallel),
     "sharded_optimizer": _with_optimizer(BucketedDataParallel),
     "sharded": _with_optimizer(ShardedDataParallel),
-    "sharded_per_bucket": _with_optimizer(
-        lambda model: ShardedDataParallel(model, step_mode="in_backward")
-    ),
     "fully_sharded": _fully_sharded,
     "checkpoint plan of sharded": _checkpoint_plan,
     "checkpoint plan of fully_sharded": _fully_sharded_checkpoint_plan,

@@ -25,13 +25,13 @@ from paceline.traces.capture import record_ranks
 
 STRATEGIES: tuple[StrategyName, ...] = (
     *("naive", "flat", "overlapped", "bucketed", "torch_ddp"),
-    *("sharded_optimizer", "torch_zero", "sharded", "sharded_per_bucket"),
+    *("sharded_optimizer", "torch_zero", "sharded"),
     *("fully_sharded", "torch_fsdp2"),
 )
-OVERLAPPING: tuple[StrategyName, ...] = ("bucketed", "sharded", "sharded_per_bucket")
+OVERLAPPING: tuple[StrategyName, ...] = ("bucketed", "sharded")
 CONTAINERS: tuple[StrategyName, ...] = (
     *("naive", "flat", "overlapped", "bucketed"),
-    *("sharded", "sharded_per_bucket", "fully_sharded"),
+    *("sharded", "fully_sharded"),
 )
 
 Numbers = dict[str, float]

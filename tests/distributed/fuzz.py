@@ -48,10 +48,9 @@ MAKE: dict[str, Callable[..., nn.Module]] = {
     "bucketed": BucketedDataParallel,
     "sharded_optimizer": BucketedDataParallel,
     "sharded": ShardedDataParallel,
-    "sharded_in_backward": lambda *a, **kw: ShardedDataParallel(*a, step_mode="in_backward", **kw),
     "fully_sharded": lambda module, _size_mb, **kw: FullyShardedDataParallel(module, **kw),
 }
-_SHARD_THE_OPTIMIZER = ("sharded_optimizer", "sharded", "sharded_in_backward")
+_SHARD_THE_OPTIMIZER = ("sharded_optimizer", "sharded")
 
 
 class Net(nn.Module):

@@ -57,12 +57,11 @@ class Program:
 def make_program(kind: str, seed: int, world_size: int) -> Program:
     """Returns the program of a seed."""
     draw = random.Random(f"{kind} {seed}")
-    steps_in_backward = kind == "sharded_in_backward"
 
     def make_pass(number: int, num_passes: int) -> Pass:
         is_last = number == num_passes - 1
-        is_local = not is_last and (steps_in_backward or draw.random() < 0.6)
-        twice = draw.random() < 0.25 and (is_local or not steps_in_backward)
+        is_local = not is_last and draw.random() < 0.6
+        twice = draw.random() < 0.25
         weighs = num_passes == 1 and not twice and draw.random() < 0.4
         return Pass(
             local=draw.choice(("forward", "backward", "both")) if is_local else "none",
@@ -85,11 +84,9 @@ def make_program(kind: str, seed: int, world_size: int) -> Program:
             freezes_in_eval=draw.random() < 0.5,
             looks_in_eval=draw.random() < 0.3,
             trains_in_eval=draw.random() < _TRAINS_IN_EVAL,
-            max_norm=draw.choice((0.05, 1.0, 100.0))
-            if draw.random() < 0.5 and not steps_in_backward
-            else None,
+            max_norm=draw.choice((0.05, 1.0, 100.0)) if draw.random() < 0.5 else None,
             zeroes=draw.choice(("container", "optimizer")),
-            set_to_none=draw.random() < 0.6 or steps_in_backward,
+            set_to_none=draw.random() < 0.6,
         )
 
     others = draw.choice((1, world_size - 1))

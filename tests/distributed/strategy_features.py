@@ -31,11 +31,8 @@ _RATE = 0.1
 
 _REPLICATED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "bucketed")
 _WITH_WHOLE_GRADIENTS: tuple[StrategyName, ...] = (*_REPLICATED, "sharded_optimizer")
-OURS: tuple[StrategyName, ...] = (
-    *_WITH_WHOLE_GRADIENTS,
-    *("sharded", "sharded_per_bucket", "fully_sharded"),
-)
-_TORCHS: tuple[StrategyName, ...] = ("torch_ddp", "torch_zero", "torch_zero_view", "torch_fsdp2")
+OURS: tuple[StrategyName, ...] = (*_WITH_WHOLE_GRADIENTS, *("sharded", "fully_sharded"))
+_TORCHS: tuple[StrategyName, ...] = ("torch_ddp", "torch_zero", "torch_fsdp2")
 STRATEGIES: tuple[StrategyName, ...] = (*OURS, *_TORCHS)
 
 
@@ -204,22 +201,16 @@ def _saves_for_any(pair: Pair) -> None:
 
 FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
     "equals one process": (_trains, dict.fromkeys(STRATEGIES, "yes")),
-    "`no_sync`": (
-        _accumulates,
-        dict.fromkeys((*OURS, "torch_ddp", "torch_zero", "torch_zero_view"), "yes"),
-    ),
+    "`no_sync`": (_accumulates, dict.fromkeys((*OURS, "torch_ddp", "torch_zero"), "yes")),
     "`container.clip_grad_norm_`": (
         _clips,
-        {
-            **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "sharded", "fully_sharded"), "yes"),
-            "sharded_per_bucket": "refused",
-        },
+        dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "sharded", "fully_sharded"), "yes"),
     ),
     "`torch.nn.utils.clip_grad_norm_`": (
         _is_clipped_by_torch,
         {
             **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "fully_sharded", *_TORCHS), "yes"),
-            **dict.fromkeys(("sharded", "sharded_per_bucket"), "refused"),
+            "sharded": "refused",
         },
     ),
     "`set_gradient_weight`": (_weighs, dict.fromkeys(OURS, "yes")),

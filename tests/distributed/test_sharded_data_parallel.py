@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,8 +78,8 @@ def _require_close(ours: nn.Module, oracle: nn.Module, tolerance: float = 1e-6) 
         )
 
 
-def _train(rank: int, world_size: int, model: str, step_mode: str, bucket: float | None) -> None:
-    ours, sharded, oracle, whole = _pair(rank, model, step_mode=step_mode, bucket_size_mb=bucket)
+def _train(rank: int, world_size: int, model: str, bucket: float | None) -> None:
+    ours, sharded, oracle, whole = _pair(rank, model, bucket_size_mb=bucket)
     for step in range(4):
         loss_of(ours(data(step, rank), rank)).backward()
         ours.finish_gradient_synchronization()
@@ -93,19 +92,16 @@ def _train(rank: int, world_size: int, model: str, step_mode: str, bucket: float
     _require_close(ours, oracle)
 
 
-@pytest.mark.sampled(33)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("step_mode", ["after_backward", "in_backward"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
-def test_training_equals_one_process(
-    rank_pool: Pools, model: str, step_mode: str, world_size: int
-) -> None:
-    rank_pool(world_size).run(_train, model, step_mode, SMALL_BUCKET_MB)
+def test_training_equals_one_process(rank_pool: Pools, model: str, world_size: int) -> None:
+    rank_pool(world_size).run(_train, model, SMALL_BUCKET_MB)
 
 
 def test_one_bucket(rank_pool: Pools) -> None:
-    rank_pool(3).run(_train, "layered", "after_backward", None)
+    rank_pool(3).run(_train, "layered", None)
 
 
 def _equal_bucketed(rank: int, world_size: int) -> None:
@@ -146,25 +142,6 @@ def _accumulate(rank: int, world_size: int, model: str, way: str) -> None:
 @pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
 def test_several_backward_passes_accumulate(rank_pool: Pools, model: str, way: str) -> None:
     rank_pool(3).run(_accumulate, model, way)
-
-
-def _accumulate_in_backward(rank: int, world_size: int) -> None:
-    ours, sharded, oracle, whole = _pair(rank, "layered", step_mode="in_backward")
-    for step in range(0, 6, 2):
-        with ours.no_sync():
-            loss_of(ours(data(step, rank), rank)).backward()
-        loss_of(ours(data(step + 1, rank), rank)).backward()
-        for micro in (step, step + 1):
-            oracle_backward(oracle, micro, world_size)
-        _step_and_clear(sharded, whole)
-    _require_close(ours, oracle)
-    loss_of(ours(data(7, rank), rank)).backward()
-    with pytest.raises(UsageError, match="accumulate in no_sync"):
-        ours(data(8, rank), rank)
-
-
-def test_accumulation_in_backward_needs_no_sync(rank_pool: Pools) -> None:
-    rank_pool(2).run(_accumulate_in_backward)
 
 
 def _clear_through_the_model(rank: int, world_size: int) -> None:
@@ -356,32 +333,6 @@ def test_a_step_that_is_not_finite_is_left_out(rank_pool: Pools) -> None:
     rank_pool(2).run(_skip)
 
 
-def _hybrid(rank: int, world_size: int, model: str, step_mode: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ours, sharded, oracle, whole = _pair(rank, model, process_group=mesh, step_mode=step_mode)
-    for step in range(4):
-        loss_of(ours(data(step, rank), rank)).backward()
-        oracle_backward(oracle, step, world_size)
-        if step == 2 and step_mode == "after_backward":  # Accumulates, once.
-            loss_of(ours(data(9, rank), rank)).backward()
-            oracle_backward(oracle, 9, world_size)
-        if step_mode == "after_backward":
-            norm = ours.clip_grad_norm_(0.1)
-            expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
-            torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=1e-7)
-        _step_and_clear(sharded, whole)
-        _require_close(ours, oracle)
-    own = sum(shard.end - shard.start for shard in sharded.shards())
-    total = sum(parameter.numel() for parameter in oracle.parameters())
-    assert own <= total / 2 + 32
-
-
-@pytest.mark.parametrize("step_mode", ["after_backward", "in_backward"])
-@pytest.mark.parametrize("model", ["layered", "tied"])
-def test_a_mesh_of_replicas_and_shards(rank_pool: Pools, model: str, step_mode: str) -> None:
-    rank_pool(4).run(_hybrid, model, step_mode)
-
-
 def _master(rank: int, world_size: int) -> None:
     """Trains with updates that are lost in bf16, but not in its float32 master."""
     torch.manual_seed(0)
@@ -471,10 +422,9 @@ def test_saved_by_four_ranks_continued_by_fewer(
     rank_pool(world_size).run(_continue, end, master, str(tmp_path))
 
 
-def _save_hybrid(rank: int, _world_size: int, path: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def _save_groups(rank: int, _world_size: int, path: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    ours = ShardedDataParallel(Layered(), SMALL_BUCKET_MB, process_group=mesh)
+    ours = ShardedDataParallel(Layered(), SMALL_BUCKET_MB)
     weights = [p for p in ours.parameters() if p.dim() > 1]
     sharded = ShardedOptimizer(weights, AdamW, lr=0.01)
     sharded.add_param_group({"params": [p for p in ours.parameters() if p.dim() == 1]})
@@ -485,7 +435,7 @@ def _save_hybrid(rank: int, _world_size: int, path: str) -> dict[str, Any]:
     return sharded.full_state_dict()
 
 
-def _load_hybrid(rank: int, _world_size: int, full: dict[str, Any], path: str) -> None:
+def _load_groups(rank: int, _world_size: int, full: dict[str, Any], path: str) -> None:
     models = [Layered(), Layered()]
     groups = [
         [{"params": [p for p in m.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
@@ -503,12 +453,11 @@ def _load_hybrid(rank: int, _world_size: int, full: dict[str, Any], path: str) -
         assert torch.equal(own, other)
 
 
-def test_what_replicas_have_saved_is_loaded_once(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
-    # Ranks 0 and 2 are the first of their replicas.
-    full, nothing, replica, also_nothing = rank_pool(4).run(_save_hybrid, str(tmp_path))
-    assert nothing == also_nothing == {}
-    assert len(replica["state"]) == len(full["state"]) == 5
-    rank_pool(2).run(_load_hybrid, full, str(tmp_path))
+def test_groups_of_sharded_parameters_are_saved(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
+    full, *others = rank_pool(4).run(_save_groups, str(tmp_path))
+    assert others == [{}] * 3
+    assert len(full["state"]) == 5
+    rank_pool(2).run(_load_groups, full, str(tmp_path))
 
 
 def _memory(rank: int, world_size: int) -> None:
@@ -534,15 +483,8 @@ def test_gradients_and_state_are_divided(rank_pool: Pools) -> None:
 
 
 def _refuse(rank: int, _world_size: int) -> None:
-    with pytest.raises(UsageError, match="step_mode"):
-        ShardedDataParallel(Layered(), step_mode="now")
     with pytest.raises(UsageError, match="bucket_size_mb"):
         ShardedDataParallel(Layered(), 0)
-    ours = ShardedDataParallel(Layered(), step_mode="in_backward")
-    with pytest.raises(UsageError, match="cannot be clipped"):
-        ours.clip_grad_norm_(1.0)
-    with pytest.raises(UsageError, match="create a ShardedOptimizer"):
-        loss_of(ours(data(0, rank), rank)).backward()
     plain = ShardedDataParallel(Layered())
     loss_of(plain(data(0, rank), rank)).backward()
     with pytest.raises(UsageError, match=r"update with a ShardedOptimizer"):

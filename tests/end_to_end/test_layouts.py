@@ -36,15 +36,20 @@ def test_layouts_under_torchrun(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_pipelines_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "lanes"
-    layouts = ["--layouts", "pipeline=2,micro=1", "pipeline=2,micro=1,zb=1", "tensor=2,micro=2"]
+    layouts = [
+        "--layouts",
+        "pipeline=2,micro=1",
+        "pipeline=2,interleave=2,micro=1",
+        "tensor=2,micro=2",
+    ]
     command = ["profile", "layout", *MODEL, *layouts, "--rounds", "2", "--out", str(out)]
     records = run(PACELINE, *command, cwd=tmp_path)
     assert len(by_kind(records, "pipeline")) == 2
     *_, tensor = by_kind(records, "layout_trace")
     assert tensor.case["layout"] == "tensor=2,micro=2"
     assert tensor.metrics["exposed_communication_s"].value > 0
-    (prediction,) = by_kind(records, "prediction")
-    assert prediction.metrics["bubble"].value == 1 / 8
+    predictions = by_kind(records, "prediction")
+    assert [record.metrics["bubble"].value for record in predictions] == [1 / 8, 1 / 16]
     assert {path.name for path in out.iterdir()} == {
         "trace.json", "records.jsonl", "pipelines.png", "pipelines.svg",
     }  # fmt: skip

@@ -15,7 +15,7 @@ Configuration of strategy benchmarks. Free of torch, because the command line im
 Layouts written as text: ``pipeline=2,interleave=2,shard=2``.
 
 Axes are named as in `ParallelLayout`; omitted axes are 1. ``shard`` shards parameters unless
-``zero`` selects another stage; ``sp=1`` is sequence parallelism, ``zb=1`` a zero-bubble schedule.
+``zero`` selects another stage; ``sp=1`` is sequence parallelism.
 ``micro`` is the number of sequences per micro-batch.
 
 Configuration of layout benchmarks. Free of torch, because the command line imports it.
@@ -626,7 +626,7 @@ class DataParallelSweep(StrategySweep):
 
 
 _AXES = ("replicate", "shard", "context", "tensor", "pipeline")
-_KNOWN = (*_AXES, "interleave", "zero", "micro", "sp", "zb")
+_KNOWN = (*_AXES, "interleave", "zero", "micro", "sp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -636,8 +636,6 @@ class WrittenLayout:
     layout: ParallelLayout
     micro_batch: int
     """Sequences per forward pass."""
-    zero_bubble: bool = False
-    """Whether a pipeline fills its waits with weight gradients, instead of running 1F1B."""
 
     @property
     def text(self) -> str:
@@ -649,7 +647,6 @@ class WrittenLayout:
         stage = SHARDINGS.index(layout.sharding)
         words += [f"zero={stage}"] if stage else []
         words += ["sp=1"] if layout.sequence_parallel else []
-        words += ["zb=1"] if self.zero_bubble else []
         return ",".join([*words, f"micro={self.micro_batch}"])
 
     def num_micro_batches(self, batch_size: int) -> int:
@@ -693,9 +690,7 @@ def parse_layout(text: str) -> WrittenLayout:
         )
     except ShapeError as error:
         raise UsageError(f"layout {text!r}: {error}") from error
-    return WrittenLayout(
-        layout=layout, micro_batch=numbers.get("micro", 1), zero_bubble=bool(numbers.get("zb", 0))
-    )
+    return WrittenLayout(layout=layout, micro_batch=numbers.get("micro", 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -772,11 +767,6 @@ def _require_runs(case: LayoutCase, written: WrittenLayout) -> None:
             f"--layouts {written.text}: --batch-size {case.batch_size} is not divisible by the "
             f"{per_pass} sequences of a pass; change --batch-size or micro"
         )
-    if written.zero_bubble and written.layout.sharding == "parameters":
-        raise UsageError(
-            f"--layouts {written.text}: torch's zero bubble loses the gradients of parameters that "
-            "ZeRO-3 reshards after forward; use zero=2, or leave zb out"
-        )
     work = Work(
         shape=case.shape,
         context_length=case.context_length,
@@ -799,7 +789,7 @@ class OptimizerSweep(StrategySweep):
 
     strategies: tuple[StrategyChoice, ...] = (
         "torch_ddp",
-        "torch_zero_view",
+        "torch_zero",
         "sharded_optimizer",
         "sharded",
         "fully_sharded",

@@ -83,7 +83,6 @@ class LayoutStep:
             num_micro_batches=self._num_passes,
             loss=self._loss,
             seed=0,
-            schedule="zero_bubble" if written.zero_bubble else "1f1b",
         )
         self._model: nn.Module = model
         if self._pipeline is not None:
@@ -315,9 +314,8 @@ def _records(case: LayoutCase, ranks: MeasuringRanks, trace: pathlib.Path) -> It
         # Stages are outermost: ranks of one pipeline are world_size / pipeline apart.
         own = range(0, layout.world_size, layout.world_size // layout.pipeline)
         yield measured("pipeline", {**fields, **how}, _schedule_numbers(pipeline_steps(steps, own)))
-        if not written.zero_bubble:
-            passes = layout.pipeline_interleave * case.num_micro_batches(written)
-            yield predicted("pipeline", fields, {"bubble": (layout.pipeline - 1) / passes})
+        passes = layout.pipeline_interleave * case.num_micro_batches(written)
+        yield predicted("pipeline", fields, {"bubble": (layout.pipeline - 1) / passes})
 
 
 def _shares(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:

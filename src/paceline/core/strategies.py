@@ -14,9 +14,7 @@ StrategyName = Literal[
     "torch_ddp",
     "sharded_optimizer",
     "torch_zero",
-    "torch_zero_view",
     "sharded",
-    "sharded_per_bucket",
     "fully_sharded",
     "torch_fsdp2",
 ]
@@ -24,14 +22,13 @@ StrategyName = Literal[
 SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
 """Strategies that shard parameters, gradients and optimizer state: ZeRO-3."""
 
-_PER_BUCKET: tuple[StrategyName, ...] = ("sharded", "sharded_per_bucket")
-SHARDED_GRADIENTS = (*_PER_BUCKET, *SHARDED_PARAMETERS)
+SHARDED_GRADIENTS: tuple[StrategyName, ...] = ("sharded", *SHARDED_PARAMETERS)
 """Strategies that shard gradients and optimizer state: ZeRO-2 and ZeRO-3."""
 
-SHARDED_STATE = ("sharded_optimizer", "torch_zero", "torch_zero_view", *SHARDED_GRADIENTS)
+SHARDED_STATE: tuple[StrategyName, ...] = ("sharded_optimizer", "torch_zero", *SHARDED_GRADIENTS)
 """Strategies that shard the optimizer state: ZeRO-1, ZeRO-2 and ZeRO-3."""
 
-BUCKET_STRATEGIES = ("bucketed", "torch_ddp", *_PER_BUCKET)
+BUCKET_STRATEGIES: tuple[StrategyName, ...] = ("bucketed", "torch_ddp", "sharded")
 """Strategies that the bucket size affects."""
 
 _ALIASES = {
@@ -41,8 +38,10 @@ _ALIASES = {
     "zero3": "'fully_sharded' (ZeRO-3)",
     "fsdp": "'fully_sharded' or 'torch_fsdp2'",
     "fsdp2": "'torch_fsdp2'",
+    "shardedperbucket": "'sharded', or 'fully_sharded' for less memory",
+    "torchzeroview": "'torch_zero'",
 }
-"""Common names of the strategies elsewhere, for the hint on an unknown name."""
+"""Names of the strategies elsewhere and in earlier versions, for the hint on an unknown name."""
 
 BucketSize = float | Literal["auto"]
 """Bucket size in MiB; auto lets the container choose, if it can."""

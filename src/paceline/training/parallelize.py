@@ -43,7 +43,7 @@ from paceline.parallel.buckets import local_tensor, whole_tensor
 from paceline.parallel.mesh.apply import apply_layout, clip_grad_norm
 from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.groups import MeshGroups
-from paceline.parallel.mesh.pipeline import Context, Loss, Pipeline, ScheduleName
+from paceline.parallel.mesh.pipeline import Context, Loss, Pipeline
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.strategies import apply_strategy
 from paceline.training.config import RunConfig
@@ -209,7 +209,6 @@ def make_pipeline(
     context_length: int,
     num_micro_batches: int,
     loss: Loss,
-    schedule: ScheduleName = "1f1b",
     forward_context: Context = contextlib.nullcontext,
     compile_blocks: bool = False,
 ) -> Pipeline:
@@ -221,7 +220,6 @@ def make_pipeline(
         context_length: Tokens per sequence, which determine the cost of attention.
         num_micro_batches: Equal parts of a rank's batch.
         loss: Loss of a micro-batch; the loss of a step is their sum.
-        schedule: 1f1b, interleaved if the layout says so, or zero_bubble.
         forward_context: Context of forward passes, such as autocast.
         compile_blocks: Whether each block is compiled.
     """
@@ -238,7 +236,6 @@ def make_pipeline(
         loss=loss,
         group=mesh.get_group(),
         device=groups.device,
-        schedule=schedule,
         forward_context=forward_context,
         tied=_end_weight(stages.values()) if model.shape.tied_embeddings else None,
     )
@@ -322,7 +319,6 @@ def place_model(
     num_micro_batches: int,
     loss: Loss,
     seed: int,
-    schedule: ScheduleName = "1f1b",
     forward_context: Context = contextlib.nullcontext,
     compile_blocks: bool = False,
 ) -> Pipeline | None:
@@ -335,7 +331,6 @@ def place_model(
         num_micro_batches: Equal parts of a rank's batch.
         loss: Loss of a micro-batch, for a pipeline.
         seed: Seed of the weights, which are the same under every layout and in a single process.
-        schedule: Schedule of a pipeline.
         forward_context: Context of a pipeline's forward passes.
         compile_blocks: Whether each block is compiled.
     """
@@ -350,7 +345,6 @@ def place_model(
             context_length=context_length,
             num_micro_batches=num_micro_batches,
             loss=loss,
-            schedule=schedule,
             forward_context=forward_context,
             compile_blocks=compile_blocks,
         )

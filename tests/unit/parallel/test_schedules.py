@@ -26,13 +26,10 @@ from tests.unit.parallel.simulation.group import simulated_ranks
 from tests.unit.parallel.simulation.live_storages import LiveStorages
 from tests.unit.parallel.simulation.training import ANY_ORDER, PROGRAMS, Program, Trainee, explore
 
-_WITHOUT_REPEATS = {name: one for name, one in PROGRAMS.items() if name != "accumulated"}
-
 CASES: dict[str, tuple[Callable[[], Trainee], dict[str, Program], int]] = {
     "bucketed": (containers.bucketed, PROGRAMS | ANY_ORDER, 5000),
     "overlapped": (containers.overlapped, PROGRAMS | ANY_ORDER, 400),
-    "sharded": (containers.sharded, PROGRAMS | ANY_ORDER, 2500),
-    "sharded in backward": (containers.sharded_in_backward, _WITHOUT_REPEATS | ANY_ORDER, 1500),
+    "sharded": (containers.sharded, PROGRAMS | ANY_ORDER, 4000),
     "fully sharded": (containers.fully_sharded, PROGRAMS, 600),
 }
 """The container, its programs and the number of schedules of each case."""

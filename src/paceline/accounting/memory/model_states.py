@@ -139,7 +139,7 @@ def _elements_held(
     if strategy in SHARDED_PARAMETERS:
         is_ours = strategy == "fully_sharded"
         return _rows(shape, world_size, bytes_per_element(precision.parameters), is_ours)
-    if strategy in ("torch_zero", "torch_zero_view"):
+    if strategy == "torch_zero":
         loads = [0] * world_size
         owners = assign_largest_first(sizes, loads)
         counters = np.bincount(owners, minlength=world_size)

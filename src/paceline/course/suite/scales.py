@@ -95,7 +95,7 @@ _LAPTOP = dataclasses.replace(
     rounds=20,
     round_s=3.0,
     sharded_model="small",
-    sharded=("torch_ddp", "torch_zero_view", "sharded_optimizer", "sharded", "fully_sharded"),
+    sharded=("torch_ddp", "torch_zero", "sharded_optimizer", "sharded", "fully_sharded"),
     architectures=("sm80", "sm90", "sm100"),
     seconds=45,
 )

@@ -5,8 +5,7 @@ A batch is divided into m micro-batches. Phases of a step, on every rank of a pi
 1. The schedule runs forward and backward of each micro-batch on each of the rank's stages, as soon
    as the inputs have arrived from the neighbouring stages. 1F1B keeps at most one micro-batch in
    flight per stage from its own to the last; interleaved 1F1B has v stages on each rank, which
-   divides the bubble by v; zero bubble computes gradients of inputs first, and gradients of weights
-   when it would otherwise wait.
+   divides the bubble by v.
 2. The wrapper of the stage modules averages gradients over data-parallel ranks with the last
    micro-batch.
 3. An embedding tied to the head has copies on two ranks: the ranks exchange their gradients, and
@@ -16,7 +15,7 @@ A batch is divided into m micro-batches. Phases of a step, on every rank of a pi
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
 
@@ -35,7 +33,6 @@ from paceline.kernels.named_range import named_range
 from paceline.parallel.buckets import local_tensor, whole_tensor
 from paceline.parallel.mesh.tensor import complete_gradient
 
-ScheduleName = Literal["1f1b", "zero_bubble"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps a micro-batch's output and targets to the loss."""
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -62,7 +59,6 @@ class Pipeline:
         loss: Loss of a micro-batch; the loss of a step is the sum.
         group: The ranks of the pipeline, beginning with the rank of the first stage.
         device: The device that this rank computes on.
-        schedule: 1f1b, which is interleaved if ranks have several stages, or zero_bubble.
         forward_context: Context for forward only, such as autocast; not for backward or the loss.
         tied: This rank's copy of the weight that the first and the last stage share.
     """
@@ -76,7 +72,6 @@ class Pipeline:
         loss: Loss,
         group: dist.ProcessGroup,
         device: torch.device,
-        schedule: ScheduleName = "1f1b",
         forward_context: Context = contextlib.nullcontext,
         tied: nn.Parameter | None = None,
     ) -> None:
@@ -88,7 +83,6 @@ class Pipeline:
         self._loss = loss
         self._group = group
         self._device = device
-        self._schedule = schedule
         self._forward_context = forward_context
         self._last_rank = (num_stages - 1) % dist.get_world_size(group)
         self._training = self._make_training_schedule()
@@ -182,8 +176,6 @@ class Pipeline:
     def _make_training_schedule(self) -> Any:
         stages = self._make_stages()
         options: dict[str, Any] = {"loss_fn": self._marked_loss, "scale_grads": False}
-        if self._schedule == "zero_bubble":
-            return ScheduleInterleavedZeroBubble(stages, self._num_micro_batches, **options)
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(stages, self._num_micro_batches, **options)
         return Schedule1F1B(stages[0], self._num_micro_batches, **options)
@@ -214,21 +206,13 @@ class Pipeline:
             )
 
     def _require_gradients(self) -> None:
-        """Raises if torch has left a trained parameter without a gradient.
-
-        Its zero-bubble schedule does so silently if FSDP2 reshards after forward.
-        """
-        reasons = {
-            "1f1b": "every parameter of a stage must contribute to its output",
-            "zero_bubble": "torch's zero-bubble schedule does not work with parameters that are "
-            "resharded after forward (ZeRO-3): use 1f1b, or ZeRO-2",
-        }
+        """Raises if a trained parameter has no gradient."""
         for stage in self.stages.values():
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     raise UsageError(
-                        f"the pipeline schedule left {name} without a gradient; "
-                        f"{reasons[self._schedule]}"
+                        f"the pipeline schedule left {name} without a gradient; every parameter "
+                        "of a stage must contribute to its output"
                     )
 
     def _add_tied_gradients(self) -> None:
@@ -267,10 +251,6 @@ class _MarkedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
         with named_range(PipelineRange("backward", self.stage_index, bwd_chunk_id).name):
             return super().backward_one_chunk(bwd_chunk_id, *arguments, **keywords)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
-        with named_range(PipelineRange("weights", self.stage_index, bwd_chunk_id).name):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **keywords)
 
     def forward_maybe_with_nosync(self, *arguments: Any, **keywords: Any) -> Any:
         with self._forward_context():

@@ -15,13 +15,12 @@ tensor without memory that raises when used, with an error that names the altern
 
 Tracks which parameters had a gradient on any rank.
 
-Ranks exchange this in one small message per backward pass, sent after the last bucket, or one per
-bucket if buckets step in backward. Reading the result waits for the device. A rank reads it only
-for parameters without a gradient of its own, and only once per optimizer step, regardless of the
-number of passes.
+Ranks exchange this in one small message per backward pass, sent after the last bucket. Reading the
+result waits for the device. A rank reads it only for parameters without a gradient of its own, and
+only once per optimizer step, regardless of the number of passes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -144,7 +143,7 @@ class UsedParameters:
         """
         undecided = [item for flat in flats for item in flat.undecided.items()]
         if undecided:
-            answers = self._had_gradients([place for _, (place, _) in undecided])
+            answers = self._had_gradients([index for _, (index, _) in undecided])
             for (shard, (_, total)), had_one in zip(undecided, answers, strict=True):
                 if had_one:
                     shard.tensor.grad = total
@@ -175,10 +174,7 @@ class ShardedBucket:
         plan: Layout of the bucket.
         flat: Its parameters, sharded over the ranks.
         used: Tracks which parameters had a gradient on any rank.
-        places: The indices of its parameters in `used`.
         message_dtype: The dtype of the message.
-        shard_group: Returns the group of the ranks that hold the shards.
-        when_landed: Called when the message has arrived.
         sends_counts: Whether to send the counts of `used` after this bucket.
     """
 
@@ -190,11 +186,8 @@ class ShardedBucket:
         plan: BucketPlan,
         flat: FlatParameters,
         used: UsedParameters,
-        places: Sequence[int],
         *,
         message_dtype: torch.dtype,
-        shard_group: Callable[[], dist.ProcessGroup],
-        when_landed: Callable[["ShardedBucket"], None],
         sends_counts: bool,
     ) -> None:
         self.plan = plan
@@ -204,12 +197,10 @@ class ShardedBucket:
         self._reduced = [
             ReducedGradient(*named) for named in zip(flat.parameters, flat.names, strict=True)
         ]
-        self.used = used
-        """Tracks which parameters had a gradient on any rank."""
-        self._places = places
+        self._used = used
+        self._indices = [slot.tensor for slot in plan.slots]
+        """The indices of the parameters in `used`."""
         self._message_dtype = message_dtype
-        self._shard_group = shard_group
-        self._when_landed = when_landed
         self._sends_counts = sends_counts
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -253,8 +244,8 @@ class ShardedBucket:
                 continue
             if not self._has_gradient(parameter):
                 self._views[position].zero_()
-                self._missing[parameter] = self._places[position]
-                self.used.note_missing(self._places[position])
+                self._missing[parameter] = self._indices[position]
+                self._used.note_missing(self._indices[position])
             else:
                 left.append(position)
         self.take(left, weight)
@@ -263,46 +254,37 @@ class ShardedBucket:
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
         """Starts the reduce-scatter."""
-        self._reduce_scatter = start_reduce_scatter(message, self._shard_group())
+        self._reduce_scatter = start_reduce_scatter(message, group)
         if self._sends_counts:
-            self.used.start(group)
+            self._used.start(group)
         return self._reduce_scatter
 
     def unpack(self, _message: Tensor) -> None:
-        """Calls `when_landed`, which adds this rank's shard of the sum and frees the message."""
-        self._when_landed(self)
-
-    def add_sum_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Adds this rank's shard of the sum to a tensor, or overwrites it; frees the message."""
+        """Adds this rank's shard of the sum to its shards' gradients, and frees the message."""
         assert self._reduce_scatter is not None
-        self._reduce_scatter.add_to(target, overwrite=overwrite)
+        is_accumulating = bool(self.flat.undecided) or any(
+            shard.tensor.grad is not None for shard in self.flat.shards
+        )
+        if is_accumulating:
+            for shard in self.flat.shards:
+                if shard.tensor.grad is None and shard not in self.flat.undecided:
+                    self.flat.gradient_of(shard).zero_()
+        self._reduce_scatter.add_to(self.flat.gradient, overwrite=not is_accumulating)
         self._reduce_scatter = self._buffer = None
         self._views = []
+        self._give_gradients()
 
-    def zero_what_has_no_gradient(self) -> None:
-        """Zeros the gradients of shards that have none from an earlier pass."""
-        for shard in self.flat.shards:
-            if shard.tensor.grad is None and shard not in self.flat.undecided:
-                self.flat.gradient_of(shard).zero_()
-
-    def give_gradients(self) -> None:
+    def _give_gradients(self) -> None:
         """Sets the shards' gradients, except for parameters without a gradient on this rank."""
         for shard in self.flat.shards:
             if shard.parameter not in self._missing:
                 self.flat.undecided.pop(shard, None)
                 shard.tensor.grad = self.flat.gradient_of(shard)
             elif shard.tensor.grad is None:
-                place = self._missing[shard.parameter]
-                self.flat.undecided[shard] = place, self.flat.gradient_of(shard)
+                index = self._missing[shard.parameter]
+                self.flat.undecided[shard] = index, self.flat.gradient_of(shard)
         self._missing = {}
         self.flat.was_trained |= self.flat.is_trained
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether shards have gradients of an earlier pass, to which this pass adds."""
-        return bool(self.flat.undecided) or any(
-            shard.tensor.grad is not None for shard in self.flat.shards
-        )
 
     @staticmethod
     def _has_gradient(parameter: nn.Parameter) -> bool:

@@ -15,44 +15,30 @@ owns an equal shard. Phases of one step on every rank:
 Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as with an
 all-reduce. But forward hides the second half, which is impossible with an all-reduce.
 
-If the container steps in backward, a bucket is updated and sent when its sum has arrived, while
-backward continues. The norm of all gradients, and whether all are finite, is known only later, so
-this mode rejects clipping and skipped optimizer steps.
-
-On a two-dimensional mesh, replicate x shard, gradients are reduce-scattered along the second
-dimension, and each shard is all-reduced along the first (hybrid sharding).
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from paceline.core.errors import UsageError
-from paceline.core.ranges import WAIT
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
-from paceline.kernels.named_range import named_range
-from paceline.parallel.backward_pass import GroupReference, LaunchPolicy, SynchronizationStats
+from paceline.parallel.backward_pass import LaunchPolicy, SynchronizationStats
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.contract import LocalGradients
 from paceline.parallel.ddp import DataParallel, bucket_cap_bytes
 from paceline.parallel.module_checks import is_compiled
 from paceline.parallel.partition import Partition, shard_evenly
-from paceline.parallel.ranks.collectives import sends_directly, works_in_place
+from paceline.parallel.ranks.collectives import works_in_place
 from paceline.parallel.ranks.device_clock import Moment, seconds_between
-from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.reducer import GradientSynchronizer
 from paceline.parallel.zero.bucket import ShardedBucket, UsedParameters
 from paceline.parallel.zero.flat_parameters import FlatParameters
 from paceline.parallel.zero.registry import GatherHooks, ShardedParameters, find_sharded_parameters
-
-StepMode = Literal["after_backward", "in_backward"]
-_Arguments = ParamSpec("_Arguments")
 
 
 class ShardedDataParallel(DataParallel):
@@ -66,12 +52,9 @@ class ShardedDataParallel(DataParallel):
         module: The model.
         bucket_size_mb: Largest bucket in MiB (2^20 bytes, as torch counts); None for one bucket
             per dtype.
-        step_mode: "after_backward", or "in_backward" to update each bucket as its sum arrives.
         master_dtype: The dtype in which shards are stored and updated, for bf16 or fp16
             parameters; by default the parameters' own dtype.
-        process_group: The ranks, as a group, a one-dimensional mesh, or a two-dimensional mesh
-            over all ranks: replicate x shard.
-        keywords: As in `DataParallel`: reduction_dtype, broadcast_buffers.
+        keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
     """
 
     def __init__(
@@ -79,30 +62,17 @@ class ShardedDataParallel(DataParallel):
         module: nn.Module,
         bucket_size_mb: float | None = DEFAULT_BUCKET_SIZE_MB,
         *,
-        step_mode: StepMode = "after_backward",
         master_dtype: torch.dtype | None = None,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         **keywords: Any,
     ) -> None:
-        if step_mode not in ("after_backward", "in_backward"):
-            raise UsageError(
-                f'step_mode must be "after_backward" or "in_backward", got {step_mode!r}'
-            )
-        self._step_mode = step_mode
         self._master_dtype = master_dtype
-        self._mesh_groups: tuple[GroupReference, GroupReference] | None = None
-        if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
-            self._mesh_groups = _groups_of(process_group)
-            process_group = None
         self._num_passes = 0
         self._forward_waits: list[tuple[Moment, Moment]] = []
         self._buckets: list[ShardedBucket] = []
-        self._landed: list[tuple[ShardedBucket, Pending, Tensor]] = []
         super().__init__(
             module,
             cap_bytes=bucket_cap_bytes(bucket_size_mb),
             launch=LaunchPolicy.WHEN_READY,
-            process_group=process_group,
             **keywords,
         )
         self._gather_hooks = GatherHooks(module, self._shared)
@@ -178,11 +148,6 @@ class ShardedDataParallel(DataParallel):
         self._shared.zero_gradients(set_to_none=set_to_none)
 
     def _local_gradients(self) -> LocalGradients:
-        if self._shared.steps_in_backward:
-            raise UsageError(
-                "gradients cannot be clipped when buckets step in backward: their norm is known "
-                'only after backward; use step_mode="after_backward"'
-            )
         self._shared.decide_gradients()
         shards = [shard.tensor for flat in self._shared.flats for shard in flat.shards]
         return LocalGradients(
@@ -193,15 +158,9 @@ class ShardedDataParallel(DataParallel):
     def _make_buckets(
         self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
     ) -> Sequence[ShardedBucket]:
-        if self._mesh_groups is None:
-            shard_group = self._settings.group_reference
-        else:
-            _, shard_group = self._mesh_groups
-        rank = dist.get_rank(shard_group.get())
-        num_ranks = dist.get_world_size(shard_group.get())
-        device = self._settings.device
-        steps_in_backward = self._step_mode == "in_backward"
-        used = UsedParameters(len(parameters), device)
+        group = self._settings.group
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        used = UsedParameters(len(parameters), self._settings.device)
         self._buckets = []
         for number, plan in enumerate(plans):
             flat = FlatParameters(
@@ -212,29 +171,18 @@ class ShardedDataParallel(DataParallel):
                 partition=Partition.ELEMENTS,
                 master_dtype=self._master_dtype,
             )
-            # A bucket that steps on arrival must know immediately which parameters have gradients.
             self._buckets.append(
                 ShardedBucket(
                     plan,
                     flat,
-                    UsedParameters(len(plan.slots), device) if steps_in_backward else used,
-                    range(len(plan.slots)) if steps_in_backward else [s.tensor for s in plan.slots],
+                    used,
                     message_dtype=self._message_dtype(plan.dtype),
-                    shard_group=shard_group.get,
-                    when_landed=_weakly(self._land),
-                    sends_counts=steps_in_backward or number == len(plans) - 1,
+                    sends_counts=number == len(plans) - 1,
                 )
             )
-        parameter_group = shard_group
-        if steps_in_backward and not sends_directly(shard_group.get(), device):
-            parameter_group = _copy_of(shard_group, device)
-        self._shared = ShardedParameters(
-            # Buckets are in backward order, flats in forward order.
-            [bucket.flat for bucket in reversed(self._buckets)],
-            parameter_group,
-            used,
-            steps_in_backward=steps_in_backward,
-        )
+        # Buckets are in backward order, flats in forward order.
+        flats = [bucket.flat for bucket in reversed(self._buckets)]
+        self._shared = ShardedParameters(flats, self._settings.group_reference, used)
         return self._buckets
 
     def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -243,12 +191,6 @@ class ShardedDataParallel(DataParallel):
         return self._settings.reduction_dtype or sums or dtype
 
     def _prepare(self) -> GradientSynchronizer:
-        if self._shared.has_stepped and self._sync_state.synchronize and self.training:
-            raise UsageError(
-                "this container has updated parameters in backward, and the optimizer's step() was "
-                "not called since; call it after every synchronized backward, and accumulate in "
-                'no_sync(). To skip steps, use step_mode="after_backward"'
-            )
         if self._num_passes > 0 and not self._shared.has_optimizer:
             raise UsageError(
                 "gradients were reduce-scattered, but no ShardedOptimizer updates the shards; "
@@ -272,78 +214,9 @@ class ShardedDataParallel(DataParallel):
             )
 
     def _describe_settings(self) -> str:
-        return f"{super()._describe_settings()}, {self._step_mode}, master {self._master_dtype}"
-
-    def _land(self, bucket: ShardedBucket) -> None:
-        """Adds a bucket's sum to the gradients, or starts its all-reduce over replicas first."""
-        is_accumulating = bucket.is_accumulating
-        if is_accumulating:
-            bucket.zero_what_has_no_gradient()
-        if self._mesh_groups is None:
-            bucket.add_sum_to(bucket.flat.gradient, overwrite=not is_accumulating)
-            self._give_gradients(bucket)
-            return
-        total = torch.empty_like(bucket.flat.gradient) if is_accumulating else bucket.flat.gradient
-        bucket.add_sum_to(total, overwrite=True)
-        replicas, _ = self._mesh_groups
-        work = dist.all_reduce(total, group=replicas.get(), async_op=True)
-        pending = Pending("all_reduce of a shard over replicas", total.nbytes, [work], total.device)
-        self._landed.append((bucket, pending, total))
-
-    def _give_gradients(self, bucket: ShardedBucket) -> None:
-        bucket.give_gradients()
-        if self._shared.steps_in_backward:
-            bucket.used.decide_gradients([bucket.flat])
-            self._shared.step_flat(bucket.flat)
+        return f"{super()._describe_settings()}, master {self._master_dtype}"
 
     def _settle(self) -> None:
         """Completes a pass after all its messages have been received."""
         self._num_passes += 1
         self._forward_waits = self._shared.take_waits()
-        for bucket, pending, total in self._landed:
-            with named_range(WAIT):
-                pending.wait()
-            if total is not bucket.flat.gradient:
-                bucket.flat.gradient.add_(total)
-            self._give_gradients(bucket)
-        self._landed.clear()
-
-
-def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Returns a function that calls a method without keeping its object alive in a cycle."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> None:
-        if (alive := reference()) is not None:
-            alive(*arguments, **keywords)
-
-    return call
-
-
-def _copy_of(group: GroupReference, device: torch.device) -> GroupReference:
-    """Returns a second group of the same ranks.
-
-    Collectives of one group must have the same order on all ranks. The sums that have arrived when
-    a bucket is sent differ by rank, so parameters and gradients need separate groups.
-    """
-    original = group.get()
-    backend = original._get_backend(device)
-    copy = dist.new_group(
-        dist.get_process_group_ranks(original),
-        timeout=backend.options._timeout,
-        backend=dist.get_backend(original),
-        use_local_synchronization=True,
-        device_id=original.bound_device_id,
-    )
-    assert isinstance(copy, dist.ProcessGroup)
-    return GroupReference(copy)
-
-
-def _groups_of(mesh: DeviceMesh) -> tuple[GroupReference, GroupReference]:
-    """Returns the groups of replicas and of shards of a two-dimensional mesh."""
-    if mesh.size() != dist.get_world_size():
-        raise UsageError(
-            f"a mesh of two dimensions must hold all {dist.get_world_size()} ranks, this one has "
-            f"{mesh.size()}; use a mesh of one dimension over some of them"
-        )
-    return GroupReference(mesh.get_group(0)), GroupReference(mesh.get_group(1))

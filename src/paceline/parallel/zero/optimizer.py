@@ -126,8 +126,6 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Updates this rank's shards and sends them; returns the closure's loss.
 
-        Call it even if the container steps in backward and has already done both.
-
         Args:
             closure: Recomputes the loss, with gradients.
             kwargs: Keyword arguments for the optimizer's own step.
@@ -139,15 +137,13 @@ class ShardedOptimizer(Optimizer):
         for container in self._containers:
             container.decide_gradients()
         for part in self.parts:
-            is_set_by_hand = part.is_awaited_elsewhere and part.take_gradients_set_by_hand()
-            if is_set_by_hand or not part.steps_in_backward:
-                part.step(**kwargs)
+            if part.is_awaited_elsewhere:
+                part.take_gradients_set_by_hand()
+            part.step(**kwargs)
         for part in self.parts:
             if not part.is_awaited_elsewhere:
                 for flat in part.flats:
                     flat.wait()
-        for container in self._containers:
-            container.has_stepped = False
         take_over_options(self.parts)
         return loss
 
@@ -291,21 +287,18 @@ class ShardedOptimizer(Optimizer):
                 "a ShardedDataParallel splits single parameters over ranks, which works only with "
                 "an elementwise optimizer; use another container"
             )
-        parameters.attach(self._step_flat)
+        parameters.attach(self)
         if parameters not in self._containers:
             self._containers.append(parameters)
         known = [flat for flat in parameters.flats if flat in self._parts]
         for part in dict.fromkeys(self._parts[flat] for flat in known):
             part.extend(groups)
         new = [flat for flat in parameters.flats if flat not in self._parts]
-        for batch in [[flat] for flat in new] if parameters.steps_in_backward else _batches(new):
-            part = ShardOptimizer(batch, parameters.group, groups, self._make, parameters)
+        for batch in _batches(new):
+            part = ShardOptimizer(
+                batch, parameters.group, groups, self._make, is_awaited_elsewhere=True
+            )
             self._parts |= dict.fromkeys(batch, part)
-
-    def _step_flat(self, flat: FlatParameters) -> None:
-        part = self._parts[flat]
-        part.step()
-        part.drop_gradients()
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -19,10 +19,11 @@ is not part of the container, and the module may outlive the container.
 import gc
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
@@ -30,8 +31,6 @@ from paceline.parallel.backward_pass import GroupReference
 from paceline.parallel.ranks.device_clock import Moment
 from paceline.parallel.zero.bucket import UsedParameters
 from paceline.parallel.zero.flat_parameters import FlatParameters
-
-_Step: TypeAlias = Callable[[FlatParameters], None]
 
 _known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDictionary()
 
@@ -43,25 +42,15 @@ class ShardedParameters:
         flats: The flat parameters, in the order in which the next forward pass needs them.
         group: The ranks that hold the shards.
         used: Tracks which parameters had a gradient on any rank.
-        steps_in_backward: Whether each bucket's parameters are updated as soon as their gradients
-            have arrived.
     """
 
     def __init__(
-        self,
-        flats: Sequence[FlatParameters],
-        group: GroupReference,
-        used: UsedParameters,
-        *,
-        steps_in_backward: bool,
+        self, flats: Sequence[FlatParameters], group: GroupReference, used: UsedParameters
     ) -> None:
         self.flats = flats
         self.group = group
         self._used = used
-        self.steps_in_backward = steps_in_backward
-        self.has_stepped = False
-        """Whether parameters were updated in backward since the optimizer's last step."""
-        self._find_step: Callable[[], _Step | None] = lambda: None
+        self._find_optimizer: Callable[[], Optimizer | None] = lambda: None
         for flat in flats:
             for parameter in flat.parameters:
                 _known[parameter] = weakref.ref(self)
@@ -69,28 +58,18 @@ class ShardedParameters:
     @property
     def has_optimizer(self) -> bool:
         """Whether an optimizer is attached and alive."""
-        return self._find_step() is not None
+        return self._find_optimizer() is not None
 
-    def attach(self, step_flat: _Step) -> None:
-        """Registers the optimizer method that updates this rank's shards of flat parameters."""
-        if self._find_step() not in (None, step_flat):
+    def attach(self, optimizer: Optimizer) -> None:
+        """Registers the optimizer that updates this rank's shards."""
+        if self._find_optimizer() not in (None, optimizer):
             gc.collect()  # The old optimizer may be unreachable, but held by a reference cycle.
-        if self._find_step() not in (None, step_flat):
+        if self._find_optimizer() not in (None, optimizer):
             raise UsageError(
                 "the parameters of a ShardedDataParallel already belong to another "
                 "ShardedOptimizer; give one optimizer several groups instead"
             )
-        self._find_step = weakref.WeakMethod(step_flat)
-
-    def step_flat(self, flat: FlatParameters) -> None:
-        """Updates and sends this rank's shards of a bucket whose gradients have arrived."""
-        if (step := self._find_step()) is None:
-            raise UsageError(
-                "a ShardedDataParallel that steps in backward has no optimizer; create a "
-                "ShardedOptimizer for its parameters before the first backward"
-            )
-        self.has_stepped = True
-        step(flat)
+        self._find_optimizer = weakref.ref(optimizer)
 
     def decide_gradients(self) -> None:
         """Sets the gradient of undecided shards that had one on any rank.

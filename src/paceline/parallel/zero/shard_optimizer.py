@@ -26,7 +26,6 @@ from paceline.parallel.backward_pass import GroupReference
 from paceline.parallel.partition import Partition
 from paceline.parallel.zero.bucket import ReducedGradient
 from paceline.parallel.zero.flat_parameters import FlatParameters, Shard, flat_elements
-from paceline.parallel.zero.registry import ShardedParameters
 
 STEP = "step"
 """Key of the step count, a scalar: it has the shape of a zero-dimensional parameter's state."""
@@ -156,8 +155,8 @@ class ShardOptimizer:
         group: The ranks that hold the shards.
         outer_groups: Groups of whole parameters, whose options apply to the shards.
         make: Creates an optimizer from groups of shards.
-        container: The parameters of the container that reduce-scatters the gradients; None if all
-            ranks have all gradients.
+        is_awaited_elsewhere: Whether a container reduce-scatters the gradients; its next forward
+            pass waits for the sent shards, instead of the step itself.
     """
 
     def __init__(
@@ -166,14 +165,13 @@ class ShardOptimizer:
         group: GroupReference,
         outer_groups: Sequence[dict[str, Any]],
         make: MakeOptimizer,
-        container: ShardedParameters | None = None,
+        *,
+        is_awaited_elsewhere: bool = False,
     ) -> None:
         self.flats = flats
         self.group = group
         self._make = make
-        self.is_awaited_elsewhere = container is not None
-        """Whether the next forward pass waits for the sent shards, instead of the step itself."""
-        self.steps_in_backward = container is not None and container.steps_in_backward
+        self.is_awaited_elsewhere = is_awaited_elsewhere
         self.shards: list[Shard] = []
         """The shards that this rank's optimizer updates."""
         self.inner: Optimizer | None = None
@@ -278,12 +276,11 @@ class ShardOptimizer:
             )
         return flat_elements(shard.parameter, gradient)[shard.start : shard.end]
 
-    def take_gradients_set_by_hand(self) -> bool:
-        """Copies full gradients set by user code to the shards; returns whether there are any.
+    def take_gradients_set_by_hand(self) -> None:
+        """Copies full gradients set by user code to the shards.
 
         torch.distributed.checkpoint sets zeros, so that a step creates the optimizer's state.
         """
-        has_any = False
         for shard in self.shards:
             if shard.tensor.grad is not None or type(shard.parameter.grad) is ReducedGradient:
                 continue
@@ -292,8 +289,6 @@ class ShardOptimizer:
                 continue  # A local gradient of a pass in no_sync, which the next pass sends.
             if (gradient := self._cut_gradient(shard)) is not None:
                 shard.tensor.grad = flat.gradient_of(shard).copy_(gradient)
-                has_any = True
-        return has_any
 
     def _give_runs_their_gradients(self) -> None:
         for run in dict.fromkeys(self._runs.values()):

@@ -10,7 +10,6 @@ from paceline.core import UsageError
         ("", "micro=1"),
         ("pipeline=2", "pipeline=2,micro=1"),
         ("micro=4,pipeline=2,interleave=2", "pipeline=2,interleave=2,micro=4"),
-        ("pipeline=2,zb=1", "pipeline=2,zb=1,micro=1"),
         ("shard=2", "shard=2,zero=3,micro=1"),
         ("shard=4,zero=2,replicate=2", "replicate=2,shard=4,zero=2,micro=1"),
         ("tensor=2,sp=1,context=2", "context=2,tensor=2,sp=1,micro=1"),
@@ -58,8 +57,3 @@ def test_what_cannot_run_is_refused_before_ranks_start() -> None:
 def test_a_case_has_all_layouts_and_cuts_the_same_batch() -> None:
     (case,) = LayoutSweep(layouts=("replicate=2,micro=2", "pipeline=2,micro=1")).cases()
     assert [case.num_micro_batches(written) for written in case.layouts] == [2, 8]
-
-
-def test_a_schedule_that_loses_gradients_is_refused() -> None:
-    with pytest.raises(UsageError, match="loses the gradients"):
-        list(LayoutSweep(layouts=("pipeline=2,shard=2,zb=1",)).cases())

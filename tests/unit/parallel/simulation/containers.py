@@ -27,14 +27,7 @@ def overlapped() -> Trainee:
 
 
 def sharded() -> Trainee:
-    return _sharded(ShardedDataParallel(make_model(), _BUCKET_SIZE_MB))
-
-
-def sharded_in_backward() -> Trainee:
-    return _sharded(ShardedDataParallel(make_model(), _BUCKET_SIZE_MB, step_mode="in_backward"))
-
-
-def _sharded(container: ShardedDataParallel) -> Trainee:
+    container = ShardedDataParallel(make_model(), _BUCKET_SIZE_MB)
     optimizer = ShardedOptimizer(container.parameters(), torch.optim.SGD, lr=RATE)
     return Trainee(container, optimizer, lambda: list(container.parameters()))
 
