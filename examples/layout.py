@@ -15,8 +15,7 @@ from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.models import TransformerLM
 from paceline.parallel import distributed_session
-from paceline.parallel.mesh.apply import apply_layout, clip_grad_norm
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout, clip_grad_norm
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 
 parser = argparse.ArgumentParser()

@@ -32,8 +32,7 @@ from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
-from paceline.parallel.mesh.apply import apply_layout
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from studies.harness.records import machine_case, record_comparison
 from studies.harness.study import study_parser

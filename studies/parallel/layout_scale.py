@@ -25,9 +25,8 @@ from paceline.core.runnable import Work, require_runnable
 from paceline.core.specs import Precision
 from paceline.core.units import GIB
 from paceline.models import TransformerLM
-from paceline.parallel.buckets import local_tensor
-from paceline.parallel.mesh.apply import apply_layout
-from paceline.parallel.mesh.groups import MeshGroups, describe
+from paceline.parallel.dtensor import local_tensor
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout, describe
 from paceline.predict.cost.layouts import Layouts, Workload
 from paceline.predict.cost.memory import layout_state_bytes
 from paceline.training.parallelize import own_stages

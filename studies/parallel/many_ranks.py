@@ -43,7 +43,6 @@ from paceline.parallel import (
     ddp,
 )
 from paceline.parallel.buckets import plan_buckets, tensor_spec
-from paceline.parallel.partition import shard_evenly
 from paceline.parallel.ranks import collectives
 from paceline.parallel.ranks.collectives import (
     all_gather_single,
@@ -51,7 +50,7 @@ from paceline.parallel.ranks.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from paceline.parallel.zero import container
+from paceline.parallel.zero.flat_parameters import shard_evenly
 from studies.harness.records import append_record, machine_case
 from studies.harness.runs import fake_rank
 from studies.harness.study import study_parser
@@ -93,8 +92,6 @@ def without_values() -> Iterator[None]:
     with (
         mock.patch.object(ddp, "require_supported", return_value=cpu),
         mock.patch.object(ddp, "broadcast_tensors"),
-        # The fake group has no backend options, which a copy of it would need.
-        mock.patch.object(container, "_copy_of", side_effect=lambda group, _device: group),
     ):
         yield
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
-from paceline.parallel.mesh.apply import apply_layout, clip_grad_norm
+from paceline.parallel.dtensor import complete_gradients
 from paceline.parallel.mesh.context import ContextShare
-from paceline.parallel.mesh.groups import MeshGroups
-from paceline.parallel.mesh.tensor import complete_gradients, summed_loss, vocabulary_parallel
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout, clip_grad_norm
+from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.strategies import without_synchronization
 
 CONTEXT, SEQUENCES, MICRO_BATCHES = 16, 4, 2

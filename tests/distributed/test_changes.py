@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from paceline.parallel import (
     BucketedDataParallel,
-    CollectiveError,
     DataParallelContainer,
-    DisagreementError,
     FullyShardedDataParallel,
     RankPool,
     ShardedDataParallel,
     ShardedOptimizer,
 )
+from paceline.parallel.ranks.pending import CollectiveError
+from paceline.parallel.same_model import DisagreementError
 from tests.distributed.toys import Frozen, Layered, data, loss_of
 
 Pools = Callable[[int], RankPool]

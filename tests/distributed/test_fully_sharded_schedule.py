@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel import RankPool
-from paceline.parallel.fsdp import gradient_message
 from paceline.parallel.fsdp import layer as layer_module
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.fsdp.layers import WrapPolicy
@@ -249,7 +248,7 @@ def test_compiled_layers_train_as_in_one_process(rank_pool: Pools, how: str) -> 
 def _pile_up(_rank: int, _world_size: int) -> int:
     """Returns the maximum number of live messages if none ever reports completion."""
     num_alive = most = 0
-    kind = gradient_message.GradientMessage
+    kind = layer_module.GradientMessage
     new, receive, completed = kind._new, kind.receive, Pending.is_completed
 
     def opening(message: Any, dtype: torch.dtype) -> Tensor:
@@ -324,7 +323,7 @@ def _launches(rank: int, _world_size: int) -> list[str]:
     torch.manual_seed(0)
     ours = FullyShardedDataParallel(_DetachedByRank())
     launches: list[str] = []
-    gather, send = layer_module._gather, gradient_message.GradientMessage.send
+    gather, send = layer_module._gather, layer_module.GradientMessage.send
 
     def gathering(flat: Tensor, *arguments: Any) -> Any:
         number = next(n for n, layer in enumerate(ours._layers) if layer.flat is flat)
@@ -337,14 +336,14 @@ def _launches(rank: int, _world_size: int) -> list[str]:
         send(message, *arguments, **keywords)
 
     layer_module._gather = gathering
-    gradient_message.GradientMessage.send = sending  # type: ignore[method-assign]
+    layer_module.GradientMessage.send = sending  # type: ignore[method-assign]
     try:
         for step in range(2):
             launches.clear()
             loss_of(ours(data(step, rank))).backward()
     finally:
         layer_module._gather = gather
-        gradient_message.GradientMessage.send = send  # type: ignore[method-assign]
+        layer_module.GradientMessage.send = send  # type: ignore[method-assign]
     return launches
 
 

@@ -11,8 +11,7 @@ from paceline.core.plan import ParallelLayout
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
-from paceline.parallel.mesh.apply import apply_layout
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout
 from paceline.training.parallelize import draw_parts
 
 Pools = Callable[[int], RankPool]

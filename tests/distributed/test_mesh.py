@@ -10,7 +10,7 @@ from paceline.core.errors import ShapeError, UsageError
 from paceline.core.plan import ParallelLayout, Sharding
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.context import ContextShare
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups
 from tests.distributed.mesh_cases import MeshCase, train_case
 
 Pools = Callable[[int], RankPool]

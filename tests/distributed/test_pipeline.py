@@ -15,7 +15,7 @@ from paceline.core.plan import ParallelLayout
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups
 from paceline.parallel.mesh.pipeline import Pipeline
 from paceline.training.parallelize import make_pipeline
 

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from paceline.core.plan import ParallelLayout
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
-from paceline.parallel.mesh.apply import clip_grad_norm
 from paceline.parallel.mesh.context import ContextShare
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups, clip_grad_norm
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.training.parallelize import make_pipeline
 from tests.distributed.test_pipeline import CONTEXT, MICRO_BATCHES, SEQUENCES, batch, shape_of

@@ -18,13 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
-from paceline.parallel import (
-    BucketedDataParallel,
-    GradientError,
-    RankPool,
-    ShardedDataParallel,
-    ShardedOptimizer,
-)
+from paceline.parallel import BucketedDataParallel, RankPool, ShardedDataParallel, ShardedOptimizer
+from paceline.parallel.buckets import GradientError
 from paceline.parallel.zero.bucket import ReducedGradient
 from tests.distributed.test_sharded_in_flight import spoilt_in_flight
 from tests.distributed.toys import (

@@ -15,13 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.parallel import (
-    BucketedDataParallel,
-    OptimizerStateError,
-    RankPool,
-    ShardedDataParallel,
-    ShardedOptimizer,
-)
+from paceline.parallel import BucketedDataParallel, RankPool, ShardedDataParallel, ShardedOptimizer
+from paceline.parallel.zero.optimizer_state import OptimizerStateError
 from tests.distributed.toys import (
     MODELS,
     WIDTH,

@@ -28,11 +28,11 @@ from paceline.benchmarks.harness.records import Numbers, measured
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import Operation
 from paceline.core.units import MIB
-from paceline.parallel.module_checks import resolve_group
 from paceline.parallel.ranks.collectives import (
     all_gather_single,
     reduce_numbers,
     reduce_scatter_single,
+    resolve_group,
     start_all_gather,
     start_reduce_scatter,
 )

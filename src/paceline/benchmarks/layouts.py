@@ -36,12 +36,12 @@ from paceline.core.specs import BatchShape
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM
-from paceline.parallel import is_launched
-from paceline.parallel.buckets import local_tensor
+from paceline.parallel.dtensor import complete_gradients, local_tensor
 from paceline.parallel.mesh.context import ContextShare
-from paceline.parallel.mesh.groups import MeshGroups
-from paceline.parallel.mesh.tensor import complete_gradients, summed_loss, vocabulary_parallel
+from paceline.parallel.mesh.layout import MeshGroups
+from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.device_clock import now, seconds_between, synchronize
+from paceline.parallel.ranks.placement import is_launched
 from paceline.parallel.strategies import without_synchronization
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import model_case_fields

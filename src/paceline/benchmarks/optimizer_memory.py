@@ -41,7 +41,7 @@ from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.kernels import resolve_implementation
-from paceline.parallel.buckets import local_tensor
+from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.records import Record
 from paceline.records.schema import Outcome

@@ -43,10 +43,9 @@ from paceline.core.strategies import SHARDED_PARAMETERS, StrategyName
 from paceline.core.units import format_binary_bytes
 from paceline.kernels.named_range import named_range
 from paceline.parallel.bucket_size import BucketSizeChoice
-from paceline.parallel.buckets import local_tensor
 from paceline.parallel.ddp import BucketedDataParallel
+from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
-from paceline.parallel.module_checks import when_complete
 from paceline.parallel.ranks.collectives import (
     ReduceScatter,
     reduce_numbers,
@@ -55,6 +54,7 @@ from paceline.parallel.ranks.collectives import (
 )
 from paceline.parallel.ranks.device_clock import Moment, now, seconds_between, synchronize
 from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes
+from paceline.parallel.reducer import when_complete
 from paceline.parallel.strategies import apply_strategy, make_optimizer, message_sizes
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer, state_tensors
@@ -133,7 +133,7 @@ class DataParallelStep(StrategyStep):
         """Applies the strategy to the model, and registers hooks on its gradients."""
         # Registered before any strategy's hooks, so that it records when the gradient is ready.
         for parameter in module.parameters():
-            when_complete(parameter, self, DataParallelStep.note_gradient)
+            when_complete(parameter, self.note_gradient)
         return super().wrap(module, variant)
 
     def note_gradient(self) -> None:

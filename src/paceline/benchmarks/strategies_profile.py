@@ -30,9 +30,9 @@ from paceline.benchmarks.strategies import (
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
 from paceline.core.units import NANOSECOND
-from paceline.parallel.backward_pass import SynchronizationStats
 from paceline.parallel.bucket_size import GroupCost, measure_group
 from paceline.parallel.strategies import record_statistics, synchronization_stats
+from paceline.parallel.traffic import SynchronizationStats
 from paceline.records import Record
 from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace
 from paceline.traces.capture import record_ranks

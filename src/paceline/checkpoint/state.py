@@ -31,7 +31,8 @@ from paceline.checkpoint.dcp import JsonLoadPlanner, named_failures
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.format import Json
 from paceline.checkpoint.restore import Source
-from paceline.parallel.buckets import local_tensor, num_reals, view_like
+from paceline.parallel.buckets import num_reals, view_like
+from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.zero.flat_parameters import flat_elements
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 from paceline.parallel.zero.optimizer_checkpoint import (

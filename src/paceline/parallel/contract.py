@@ -5,12 +5,11 @@ state dictionary entries are the inner module's. A saved state therefore loads w
 none, and rules by name ("no decay for biases") apply to all. `_fqn_modifiers` maps the names for
 torch.distributed.checkpoint.
 
-The total norm of gradients, replicated on all ranks or sharded over them.
-
-Each rank raises its norm to the power of the norm type, and the powers are summed over ranks in
-float64. Ranks get bitwise equal results, which differ from a single process by less than the
-rounding of the gradients' dtype. Nothing waits for the device, unless a norm that is not finite is
-an error.
+`clip_gradients` computes the total norm of gradients that are replicated on all ranks or sharded
+over them. Each rank raises its norm to the power of the norm type, and the powers are summed over
+ranks in float64. Ranks get bitwise equal results, which differ from a single process by less than
+the rounding of the gradients' dtype. Nothing waits for the device, unless a norm that is not finite
+is an error.
 """
 
 import abc
@@ -23,92 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from paceline.core.errors import UsageError
-from paceline.parallel.backward_pass import GroupReference, SynchronizationStats, SyncState
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalGradients:
-    """A rank's gradients as plain tensors, divided into replicated and sharded ones."""
-
-    replicated: Sequence[Tensor] = ()
-    """Gradients of which every rank holds all elements."""
-    sharded: Sequence[Tensor] = ()
-    """This rank's shards of gradients that are sharded over a group."""
-    shard_group: dist.ProcessGroup | None = None
-    """The ranks that hold the other elements; None if nothing is sharded."""
-
-
-@torch.no_grad()
-def clip_gradients(
-    gradients: LocalGradients,
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    """Clips all gradients to a total norm; returns the norm before clipping.
-
-    Args:
-        gradients: This rank's gradients; all ranks of the shard group must call this.
-        max_norm: Largest total norm that is not scaled down.
-        norm_type: 2 for the Euclidean norm, inf for the largest absolute value.
-        device: The device of the returned norm.
-        dtype: The dtype of the norm of sharded gradients, also on ranks that hold no shard.
-        error_if_nonfinite: Whether to raise, on all ranks, if the norm is not finite.
-    """
-    if gradients.shard_group is None:
-        total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(device)
-    else:
-        total = _norm_over_ranks(gradients, norm_type, device, gradients.shard_group).to(dtype)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they cannot "
-            "be clipped; skip this step, or pass error_if_nonfinite=False"
-        )
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in (*gradients.replicated, *gradients.sharded):
-        alike[gradient.device, gradient.dtype].append(gradient)
-    for (of_device, _), group in alike.items():
-        torch._foreach_mul_(group, coefficient.to(of_device))
-    return total
-
-
-def _norm_over_ranks(
-    gradients: LocalGradients, norm_type: float, device: torch.device, group: dist.ProcessGroup
-) -> Tensor:
-    own = _norm(gradients.sharded, norm_type, device)
-    of_replicated = _norm(gradients.replicated, norm_type, device)
-    if norm_type == float("inf"):
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
-        return torch.maximum(own, of_replicated)
-    powers = own**norm_type
-    dist.all_reduce(powers, group=group)
-    norm: Tensor = (powers + of_replicated**norm_type) ** (1 / norm_type)
-    return norm
-
-
-def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Returns the norm of a rank's own elements, without rounding to bf16 for bf16 gradients."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [
-        torch.linalg.vector_norm(
-            gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32)
-        ).double()
-        for gradient in gradients
-    ]
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device) for norm in norms]), norm_type
-    )
-    return norm
-
+from paceline.parallel.ranks.collectives import GroupReference
+from paceline.parallel.reducer import SyncState
+from paceline.parallel.traffic import SynchronizationStats
 
 _INNER = "module"
+
+
 _MOST_NAMED = 16
 """Maximum number of ranks that are listed, so that traffic does not grow with the world size."""
 
@@ -123,6 +46,18 @@ class UnusedParameter:
     """The first 16 ranks of the group on which it had no gradient."""
     num_ranks: int
     """Number of all ranks on which it had no gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalGradients:
+    """A rank's gradients as plain tensors, divided into replicated and sharded ones."""
+
+    replicated: Sequence[Tensor] = ()
+    """Gradients of which every rank holds all elements."""
+    sharded: Sequence[Tensor] = ()
+    """This rank's shards of gradients that are sharded over a group."""
+    shard_group: dist.ProcessGroup | None = None
+    """The ranks that hold the other elements; None if nothing is sharded."""
 
 
 class DataParallelContainer(nn.Module, abc.ABC):
@@ -352,3 +287,105 @@ def _with_prefix(_container: nn.Module, state: dict[str, Any], prefix: str, *_: 
     taken = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
     inner = f"{prefix}{_INNER}."
     state.update({inner + name.removeprefix(prefix): value for name, value in taken.items()})
+
+
+@torch.no_grad()
+def clip_gradients(
+    gradients: LocalGradients,
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clips all gradients to a total norm; returns the norm before clipping.
+
+    Args:
+        gradients: This rank's gradients; all ranks of the shard group must call this.
+        max_norm: Largest total norm that is not scaled down.
+        norm_type: 2 for the Euclidean norm, inf for the largest absolute value.
+        device: The device of the returned norm.
+        dtype: The dtype of the norm of sharded gradients, also on ranks that hold no shard.
+        error_if_nonfinite: Whether to raise, on all ranks, if the norm is not finite.
+    """
+    if gradients.shard_group is None:
+        total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(device)
+    else:
+        total = _norm_over_ranks(gradients, norm_type, device, gradients.shard_group).to(dtype)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they cannot "
+            "be clipped; skip this step, or pass error_if_nonfinite=False"
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in (*gradients.replicated, *gradients.sharded):
+        alike[gradient.device, gradient.dtype].append(gradient)
+    for (of_device, _), group in alike.items():
+        torch._foreach_mul_(group, coefficient.to(of_device))
+    return total
+
+
+def _norm_over_ranks(
+    gradients: LocalGradients, norm_type: float, device: torch.device, group: dist.ProcessGroup
+) -> Tensor:
+    own = _norm(gradients.sharded, norm_type, device)
+    of_replicated = _norm(gradients.replicated, norm_type, device)
+    if norm_type == float("inf"):
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
+        return torch.maximum(own, of_replicated)
+    powers = own**norm_type
+    dist.all_reduce(powers, group=group)
+    norm: Tensor = (powers + of_replicated**norm_type) ** (1 / norm_type)
+    return norm
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Returns the norm of a rank's own elements, without rounding to bf16 for bf16 gradients."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [
+        torch.linalg.vector_norm(
+            gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32)
+        ).double()
+        for gradient in gradients
+    ]
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(device) for norm in norms]), norm_type
+    )
+    return norm
+
+
+def require_supported(module: nn.Module) -> torch.device:
+    """Returns the device of all parameters; raises if they cannot be synchronised."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet; run the model once before wrapping it"
+            )
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device; give it values before wrapping it"
+            )
+        devices.setdefault(parameter.device, name)
+    if not devices:
+        raise UsageError("the module has no parameters, so there is nothing to synchronise")
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise UsageError(
+            f"a rank has one device, but the module has {places}; use one rank per device"
+        )
+    return next(iter(devices))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile has compiled a module, in place or as a wrapper."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that are part of the module's state, by name."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}

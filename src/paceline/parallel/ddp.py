@@ -1,7 +1,8 @@
 """The four containers that average gradients, from the simplest to the recommended one.
 
-All average the same gradients. They differ in how gradients are divided into messages and when the
-messages start.
+All start with equal parameters on all ranks, which process different data, and average the
+gradients, so the parameters stay equal. They differ in how gradients are divided into messages and
+when the messages start.
 
 1. `NaiveDataParallel`: backward; then for each parameter in reverse order: all-reduce, wait. The
    simplest correct container, and the baseline of the others: it pays the latency of one call per
@@ -15,24 +16,18 @@ messages start.
    complete and the buckets before it have started; after backward, it waits for all. Large buckets
    need fewer calls, small ones leave less communication exposed after backward.
 
+A gradient's way: its hook (`reducer`) moves it into its bucket (`buckets`), whose all-reduce leaves
+the average in place. Training loops need not know which container they use: gradients are averaged
+when ``backward()`` returns. Loops that call `finish_gradient_synchronization`, such as those of
+courses, are supported: it then has nothing left to do.
+
 With an automatic bucket size, the container observes the first steps. At the end of the last of
 them, where all ranks synchronise anyway, the ranks agree on a size, and the next pass begins with
 new buckets.
-
-The base class of the data-parallel containers whose ranks hold all parameters.
-
-The module starts with equal parameters on all ranks. Each rank processes different data, and the
-container averages the gradients, so the parameters stay equal. Containers differ only in how
-gradients are divided into messages and when the messages are sent.
-
-Training loops need not know which container they use: gradients are averaged when ``backward()``
-returns. Loops that call `finish_gradient_synchronization`, such as those of courses, are supported:
-it then has nothing left to do.
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -43,13 +38,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.core.errors import UsageError
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import MIB
-from paceline.parallel.backward_pass import (
-    OUTSIDE_BACKWARD,
-    LaunchPolicy,
-    Settings,
-    SynchronizationStats,
-    current_pass,
-)
 from paceline.parallel.bucket_size import BucketSizeChoice, BucketSizeTuner
 from paceline.parallel.buckets import (
     Bucket,
@@ -58,15 +46,24 @@ from paceline.parallel.buckets import (
     plan_buckets,
     tensor_spec,
 )
-from paceline.parallel.contract import DataParallelContainer, LocalGradients
-from paceline.parallel.module_checks import (
+from paceline.parallel.contract import (
+    DataParallelContainer,
+    LocalGradients,
     persistent_buffers,
     require_supported,
-    resolve_group,
+)
+from paceline.parallel.ranks.collectives import resolve_group
+from paceline.parallel.ranks.pending import collective_error
+from paceline.parallel.reducer import (
+    OUTSIDE_BACKWARD,
+    GradientBucket,
+    GradientSynchronizer,
+    LaunchPolicy,
+    Settings,
+    call_weakly,
+    current_pass,
     tensors_in,
 )
-from paceline.parallel.ranks.pending import collective_error
-from paceline.parallel.reducer import GradientBucket, GradientSynchronizer
 from paceline.parallel.same_model import (
     Changes,
     broadcast_tensors,
@@ -74,6 +71,13 @@ from paceline.parallel.same_model import (
     describe_model,
     require_same_model,
 )
+from paceline.parallel.traffic import SynchronizationStats
+
+_logger = logging.getLogger(__name__)
+
+
+_Trained: TypeAlias = list[tuple[nn.Parameter, bool]]
+"""All parameters, and whether each is trained."""
 
 
 class DataParallel(DataParallelContainer):
@@ -165,7 +169,7 @@ class DataParallel(DataParallelContainer):
         if self._synchronizer is None:
             return
         if self._sync_state.forward_is_pending and not self._synchronizer.in_backward:
-            self._synchronizer.take_part(self._synchronizer.begin(average=True))
+            self._synchronizer.begin_reduction(self._synchronizer.begin(average=True))
         self._synchronizer.send_rest()
         self._synchronizer.receive_rest()
 
@@ -244,7 +248,7 @@ class DataParallel(DataParallelContainer):
         if not self._is_agreed:
             self._agree(_trained_now(self.module))
 
-    def _settle(self) -> None:
+    def _finish_backward(self) -> None:
         """Completes a pass after all its messages have been received."""
         give_missing_gradients(self._replicated_buckets)
 
@@ -279,8 +283,8 @@ class DataParallel(DataParallelContainer):
             settings=self._settings,
             sync_state=self._sync_state,
         )
-        self._synchronizer.before_run = _while_alive(self._agree_in_backward)
-        self._synchronizer.after_run = _while_alive(self._settle)
+        self._synchronizer.before_run = call_weakly(self._agree_in_backward)
+        self._synchronizer.after_run = call_weakly(self._finish_backward)
 
     def _make_buckets(
         self, plans: list[BucketPlan], parameters: list[nn.Parameter], names: list[str]
@@ -294,10 +298,6 @@ class DataParallel(DataParallelContainer):
         return [named for named in self.module.named_parameters() if named[1].requires_grad]
 
 
-_Trained: TypeAlias = list[tuple[nn.Parameter, bool]]
-"""All parameters, and whether each is trained."""
-
-
 def _trained_now(module: nn.Module) -> _Trained:
     return [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
@@ -307,32 +307,6 @@ def _is_same(one: _Trained, other: _Trained) -> bool:
         parameter is known and is_trained == was_trained
         for (parameter, is_trained), (known, was_trained) in zip(one, other, strict=True)
     )
-
-
-def _while_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls a method of an object without keeping the object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    return call
-
-
-def bucket_cap_bytes(size_mb: float | None) -> float | None:
-    """Returns a bucket size in bytes; raises if it is not a positive number or None."""
-    if size_mb is None:
-        return None
-    if not (isinstance(size_mb, (int, float)) and size_mb > 0):
-        raise UsageError(
-            f'bucket_size_mb must be a positive number, None, or "auto" where gradients are '
-            f"averaged in buckets; got {size_mb!r}"
-        )
-    return size_mb * MIB
-
-
-_logger = logging.getLogger(__name__)
 
 
 class NaiveDataParallel(DataParallel):
@@ -413,8 +387,8 @@ class BucketedDataParallel(DataParallel):
         tuner.forget()
         self._synchronizer.records_times = True
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _finish_backward(self) -> None:
+        super()._finish_backward()
         if self._tuner is not None:
             self._learn(self._tuner)
 
@@ -434,3 +408,15 @@ class BucketedDataParallel(DataParallel):
         self.bucket_size_choice = choice
         self._cap_bytes = choice.bucket_size_mb * MIB
         self._has_new_size = True
+
+
+def bucket_cap_bytes(size_mb: float | None) -> float | None:
+    """Returns a bucket size in bytes; raises if it is not a positive number or None."""
+    if size_mb is None:
+        return None
+    if not (isinstance(size_mb, (int, float)) and size_mb > 0):
+        raise UsageError(
+            f'bucket_size_mb must be a positive number, None, or "auto" where gradients are '
+            f"averaged in buckets; got {size_mb!r}"
+        )
+    return size_mb * MIB

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.core.errors import PacelineError, UsageError
-from paceline.parallel.backward_pass import GroupReference
 from paceline.parallel.buckets import plan_buckets, tensor_spec, view_like
+from paceline.parallel.ranks.collectives import GroupReference
 from paceline.parallel.ranks.pending import explain_failures
 
 _BROADCAST_BYTES = 256 * 2**20

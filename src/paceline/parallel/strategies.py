@@ -19,18 +19,17 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
-from paceline.parallel.backward_pass import SynchronizationStats
-from paceline.parallel.buckets import whole_tensor
-from paceline.parallel.contract import DataParallelContainer
+from paceline.parallel.contract import DataParallelContainer, persistent_buffers
 from paceline.parallel.ddp import (
     BucketedDataParallel,
     FlatDataParallel,
     NaiveDataParallel,
     OverlappedDataParallel,
 )
+from paceline.parallel.dtensor import whole_tensor
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
-from paceline.parallel.module_checks import persistent_buffers
 from paceline.parallel.torch_fsdp2 import apply_fsdp2, traffic_of
+from paceline.parallel.traffic import SynchronizationStats
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 

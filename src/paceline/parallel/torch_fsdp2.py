@@ -23,14 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from paceline.parallel.backward_pass import (
-    OUTSIDE_BACKWARD,
-    SynchronizationStats,
-    SyncState,
-    current_pass,
-)
-from paceline.parallel.fsdp.traffic import Traffic
-from paceline.parallel.module_checks import tensors_in
+from paceline.parallel.reducer import OUTSIDE_BACKWARD, current_pass, tensors_in
+from paceline.parallel.traffic import SynchronizationStats, Traffic
 
 
 class TorchTraffic:
@@ -43,13 +37,12 @@ class TorchTraffic:
     def __init__(self, device: torch.device) -> None:
         self.blocks = device.type == "cpu"
         """Whether a collective call blocks until its message has arrived."""
-        self._sync_state = SyncState()
-        self.traffic = Traffic(device, self._sync_state)
+        self.traffic = Traffic(device)
         self._in_backward = False
 
     def record_statistics(self, enabled: bool) -> None:
         """Turns the recording of timestamps on or off for subsequent steps."""
-        self._sync_state.records_statistics = enabled
+        self.traffic.records_times = enabled
 
     def message_bytes(self) -> list[int]:
         """Returns the size of each gradient message in the last synchronisation."""

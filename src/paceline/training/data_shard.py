@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from paceline.parallel.mesh.context import ContextShare
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

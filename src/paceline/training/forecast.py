@@ -26,11 +26,7 @@ MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
     "parallel.strategy fully_sharded, or start fewer ranks per host"
 )
-_SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {
-    "torch_zero": "sharded_optimizer",
-    "torch_zero_view": "sharded_optimizer",
-    "sharded_per_bucket": "sharded",
-}
+_SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {"torch_zero": "sharded_optimizer"}
 """Strategies that are predicted as another one, which sends the same bytes."""
 
 

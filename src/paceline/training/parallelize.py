@@ -39,10 +39,9 @@ from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.models.layers import RMSNorm
 from paceline.models.transformer import TransformerStage, draw_weight
 from paceline.parallel import Session
-from paceline.parallel.buckets import local_tensor, whole_tensor
-from paceline.parallel.mesh.apply import apply_layout, clip_grad_norm
+from paceline.parallel.dtensor import local_tensor, whole_tensor
 from paceline.parallel.mesh.context import ContextShare
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout, clip_grad_norm
 from paceline.parallel.mesh.pipeline import Context, Loss, Pipeline
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.strategies import apply_strategy

@@ -9,7 +9,7 @@ from paceline.core.runnable import needs_mesh
 from paceline.core.specs import BatchShape
 from paceline.kernels.attention.api import resolve_implementation
 from paceline.parallel import Session
-from paceline.parallel.mesh.groups import describe
+from paceline.parallel.mesh.layout import describe
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.records import CaseValue, Record, RecordStore, capture_environment
 from paceline.records.kinds import MODEL_FIELDS

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
-from paceline.parallel.buckets import local_tensor
+from paceline.parallel.dtensor import local_tensor
 from paceline.training.config import RunConfig
 from paceline.training.health.errors import CorruptionError, DivergedError
 from paceline.training.health.monitor import Watch

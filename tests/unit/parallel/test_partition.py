@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.parallel.buckets import TensorSpec
-from paceline.parallel.partition import Partition, plan_shards
+from paceline.parallel.zero.flat_parameters import Partition, plan_shards
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

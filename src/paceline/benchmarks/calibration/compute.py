@@ -39,8 +39,7 @@ from paceline.core.specs import ModelShape
 from paceline.core.units import MIB, format_binary_bytes
 from paceline.kernels.attention.api import attention
 from paceline.models import TransformerLM
-from paceline.parallel.mesh.apply import apply_layout
-from paceline.parallel.mesh.groups import MeshGroups
+from paceline.parallel.mesh.layout import MeshGroups, apply_layout
 from paceline.parallel.mesh.pipeline import Pipeline
 from paceline.parallel.mesh.tensor import apply_tensor_parallelism, summed_loss, vocabulary_parallel
 from paceline.training.parallelize import own_stages

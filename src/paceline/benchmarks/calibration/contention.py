@@ -16,9 +16,9 @@ import torch.distributed as dist
 from paceline.benchmarks.collectives import CollectiveTimes
 from paceline.core.strategies import Operation
 from paceline.core.units import MIB
-from paceline.parallel.module_checks import resolve_group
 from paceline.parallel.ranks.collectives import (
     mean_over_ranks,
+    resolve_group,
     start_all_gather,
     start_reduce_scatter,
 )

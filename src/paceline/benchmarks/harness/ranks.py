@@ -10,8 +10,9 @@ import torch
 from paceline.benchmarks.config import RankSweep
 from paceline.benchmarks.harness.records import resolve_device
 from paceline.core.errors import PacelineError, UsageError
-from paceline.parallel import RankPool, distributed_session, is_launched
+from paceline.parallel import RankPool, distributed_session
 from paceline.parallel.ranks.hardware import describe_hardware
+from paceline.parallel.ranks.placement import is_launched
 from paceline.records import CaseValue, Record
 from paceline.records.environment import threads_per_rank
 

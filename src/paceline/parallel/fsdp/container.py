@@ -25,7 +25,8 @@ through its outputs. A reentrant checkpoint frees its layers only after backward
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,26 +36,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from paceline.core.errors import UsageError
-from paceline.parallel.backward_pass import OUTSIDE_BACKWARD, SynchronizationStats, current_pass
-from paceline.parallel.buckets import local_tensor
-from paceline.parallel.contract import DataParallelContainer, LocalGradients
-from paceline.parallel.fsdp.layers import LayerSettings, WrapPolicy, shard_module
-from paceline.parallel.fsdp.schedule import Schedule
-from paceline.parallel.fsdp.sharding import (
-    explain_mixed,
-    require_dtypes,
-    require_shardable,
-    resolve_sharding,
+from paceline.parallel.contract import (
+    DataParallelContainer,
+    LocalGradients,
+    is_compiled,
+    require_supported,
 )
-from paceline.parallel.fsdp.state import (
+from paceline.parallel.dtensor import local_tensor
+from paceline.parallel.fsdp.layers import (
+    LayerSettings,
     LoadsFullTensors,
+    WrapPolicy,
     allocate_buffers,
     default_device,
     initialize_layers,
     is_on_meta,
+    shard_module,
 )
-from paceline.parallel.fsdp.traffic import Traffic
-from paceline.parallel.module_checks import require_supported, resolve_group
+from paceline.parallel.fsdp.schedule import Schedule
+from paceline.parallel.fsdp.sharding import resolve_sharding
+from paceline.parallel.ranks.collectives import resolve_group
+from paceline.parallel.reducer import OUTSIDE_BACKWARD, current_pass
 from paceline.parallel.same_model import (
     Changes,
     broadcast_tensors,
@@ -62,6 +64,10 @@ from paceline.parallel.same_model import (
     describe_model,
     require_same_model,
 )
+from paceline.parallel.traffic import SynchronizationStats, Traffic
+
+if TYPE_CHECKING:
+    pass
 
 
 class FullyShardedDataParallel(DataParallelContainer):
@@ -108,7 +114,7 @@ class FullyShardedDataParallel(DataParallelContainer):
         initialize: Callable[[nn.Module], None] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        require_dtypes(
+        _require_dtypes(
             compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype
         )
         if prefetch < 0:
@@ -119,7 +125,7 @@ class FullyShardedDataParallel(DataParallelContainer):
             own_device = torch.device(device or default_device(resolve_group(where)))
         else:
             own_device = require_supported(module)
-        require_shardable(module)
+        _require_shardable(module)
         group, shared_out, replicated = resolve_sharding(process_group, own_device)
         super().__init__(module, group, own_device)
         assert shared_out.shard_group is not None
@@ -132,7 +138,7 @@ class FullyShardedDataParallel(DataParallelContainer):
         self._changes = Changes(self._group_reference, own_device)
         if not on_meta:
             broadcast_tensors([*module.parameters(), *module.buffers()], group)
-        self._traffic = Traffic(own_device, self._sync_state)
+        self._traffic = Traffic(own_device)
         self._layers, users = shard_module(
             module,
             LayerSettings(
@@ -189,7 +195,7 @@ class FullyShardedDataParallel(DataParallelContainer):
             output = self.module(*arguments, **keywords)
         except BaseException as error:
             self._schedule.break_forward()
-            if isinstance(error, RuntimeError) and (known := explain_mixed(error, self.module)):
+            if isinstance(error, RuntimeError) and (known := _explain_mixed(error, self.module)):
                 raise known from error
             raise
         self._schedule.end_forward()
@@ -216,6 +222,14 @@ class FullyShardedDataParallel(DataParallelContainer):
         if not self._changes.agree(change, describe_model(self.module, self._description)):
             require_same_model(self.module, self._description, self.process_group, self._device)
         self._agreed = current
+
+    def record_statistics(self, enabled: bool = True) -> None:
+        """Turns the recording of timestamps for `synchronization_stats` on or off.
+
+        Args:
+            enabled: Whether to record subsequent passes.
+        """
+        self._traffic.records_times = enabled
 
     def finish_gradient_synchronization(self) -> None:
         """Does nothing: gradients are averaged when backward returns."""
@@ -271,3 +285,53 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _require_dtypes(**dtypes: torch.dtype | None) -> None:
+    """Raises if an option is not a floating-point dtype."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"{name} must be a floating-point dtype, got {dtype}")
+
+
+def _require_shardable(module: nn.Module) -> None:
+    """Raises if a module has parameters or compiled parts that cannot be sharded."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise UsageError(
+                f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can "
+                "be fully sharded: use another container, or make it a buffer"
+            )
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            raise UsageError(
+                f"module {name or type(part).__name__!r} is compiled, which would keep freed "
+                "parameters in its graph; wrap it uncompiled"
+            )
+
+
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def _explain_mixed(error: RuntimeError, module: nn.Module) -> UsageError | None:
+    """Returns an error that names the module that read a shard; None for other errors."""
+    if _MIXED not in str(error):
+        return None
+    names = {part: name for name, part in module.named_modules()}
+    reader = _innermost(error.__traceback__, names)
+    return UsageError(
+        f"module {reader!r} reads parameters of another module, which are gathered only during "
+        "the other module's forward; call that module, or make both one layer: "
+        "wrap=WrapPolicy(classes=...)"
+    )
+
+
+def _innermost(traceback: TracebackType | None, names: dict[nn.Module, str]) -> str:
+    """Returns the name of the innermost of these modules in a traceback."""
+    found = ""
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            found = names[owner] or type(owner).__name__
+        traceback = traceback.tb_next
+    return found

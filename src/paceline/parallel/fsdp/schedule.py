@@ -4,16 +4,13 @@ The order of the forward pass alone determines all sends, so all ranks launch th
 the same order. At most two gradient messages have memory: before a layer's message is allocated,
 the message of the layer two before it has been received and freed. The host never polls messages,
 and waits for the device only if a trained parameter had no gradient on this rank.
-
-State of a fully sharded container's forward and backward passes, and their completion.
 """
 
 import collections
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +19,22 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from paceline.parallel.backward_pass import OUTSIDE_BACKWARD, SyncState, current_pass
+from paceline.core.errors import UsageError
 from paceline.parallel.buckets import RankWeight
 from paceline.parallel.fsdp.layer import ShardedLayer
 from paceline.parallel.fsdp.layers import LayerUser
-from paceline.parallel.fsdp.sharding import require_watchable
-from paceline.parallel.fsdp.traffic import Traffic
-from paceline.parallel.module_checks import SynchronizationError, tensors_in, when_complete
+from paceline.parallel.reducer import (
+    OUTSIDE_BACKWARD,
+    SynchronizationError,
+    SyncState,
+    current_pass,
+    tensors_in,
+    when_complete,
+)
+from paceline.parallel.traffic import Traffic
+
+if TYPE_CHECKING:
+    from paceline.parallel.fsdp.layers import LayerUser
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,46 +111,6 @@ class BackwardPass:
         self.unwatched |= forward.unwatched()
 
 
-def require_all_sent(layers: Sequence[ShardedLayer]) -> None:
-    """Raises if a gradient arrived after its layer's message was sent: it would be lost."""
-    for layer in layers:
-        for name in layer.gradients.unsent:
-            raise SynchronizationError(
-                f"parameter {name!r} got a gradient after its layer's gradients were sent; the "
-                "loss may depend on a layer only through its outputs"
-            )
-
-
-@torch.no_grad()
-def add_means(layers: Sequence[ShardedLayer], *, divide: bool) -> dict[str, bool]:
-    """Adds the received sums or means to the shards' gradients.
-
-    Returns whether each trained parameter had a gradient on this rank, by name.
-
-    Args:
-        layers: All layers that may have received gradients.
-        divide: Whether to divide the sums by the number of ranks.
-    """
-    arrived = {
-        parameter.name: position in layer.gradients.arrived
-        for layer in layers
-        for position, parameter in enumerate(layer.parameters)
-        if parameter.shard.requires_grad
-    }
-    totals = ((layer, layer.gradients.total()) for layer in layers)
-    received = [(layer, total) for layer, total in totals if total is not None]
-    # Only a rank without a gradient for a parameter must check whether others had one.
-    missing = [(layer, total) for layer, total in received if layer.gradients.is_missing]
-    numbers: Iterator[float] = iter(())
-    if missing:
-        flags = [layer.gradients.flags(total).double() for layer, total in missing]
-        numbers = iter(torch.cat(flags).tolist())
-    some_rank_had = {layer: [next(numbers) for _ in layer.parameters] for layer, _ in missing}
-    for layer, total in received:
-        layer.gradients.settle(total, divide=divide, some_rank_had=some_rank_had.get(layer))
-    return arrived
-
-
 class Schedule:
     """Gathers and frees layers as forward and backward reach them.
 
@@ -191,8 +157,7 @@ class Schedule:
             _call_around_forward(user, self)
         for number, layer in enumerate(layers):
             for index, parameter in enumerate(layer.parameters):
-                tell = functools.partial(Schedule.take_gradient, number=number, index=index)
-                when_complete(parameter.full, self, tell)
+                when_complete(parameter.full, self.take_gradient, number, index)
                 self._accumulators.append(
                     (parameter.shard, get_gradient_edge(parameter.full.requires_grad_()).node)
                 )
@@ -274,7 +239,7 @@ class Schedule:
         if current_pass() != OUTSIDE_BACKWARD:
             return  # The backward that follows needs the layers.
         tensors = list(tensors_in(output))
-        require_watchable(user, output, tensors)
+        _require_watchable(user, output, tensors)
         # The gradient of an input that is returned unchanged arrives after the layer's backward.
         computed = [tensor for tensor in tensors if tensor.grad_fn not in (None, *sources)]
         is_watched = torch.is_grad_enabled() and bool(computed)
@@ -398,8 +363,8 @@ class Schedule:
                 self._send(backward, layer)
             while backward.in_flight:
                 backward.in_flight.popleft().gradients.receive()
-            require_all_sent(self._layers)
-            self.arrived = add_means(self._layers, divide=backward.weight is None)
+            _require_all_sent(self._layers)
+            self.arrived = _add_means(self._layers, divide=backward.weight is None)
             self._traffic.complete()
         self._backward = None
 
@@ -429,3 +394,60 @@ def _call_around_forward(user: LayerUser, schedule: Schedule) -> None:
     # Prepended, because other hooks may use the parameters. Always called, to free after an error.
     user.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     user.module.register_forward_hook(after, always_call=True)
+
+
+def _require_watchable(user: LayerUser, output: Any, tensors: Sequence[Tensor]) -> None:
+    """Raises if an output needs the layer after it is freed: no tensor found, or a view of it."""
+    if output is not None and not tensors and torch.is_grad_enabled():
+        raise UsageError(
+            f"layer {user.name!r} returns a {type(output).__name__}, in which no tensor was found "
+            "whose gradient would tell that backward needs the layer; return tensors in tuples, "
+            "lists, dictionaries or dataclasses"
+        )
+    storages = {pointer for layer in user.layers for pointer in layer.addresses()} - {0}
+    for tensor in tensors:
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in storages:
+            raise UsageError(
+                f"layer {user.name!r} returns a view of its own parameters, whose memory is freed "
+                "when its forward ends; return a copy: .clone()"
+            )
+
+
+def _require_all_sent(layers: Sequence[ShardedLayer]) -> None:
+    """Raises if a gradient arrived after its layer's message was sent: it would be lost."""
+    for layer in layers:
+        for name in layer.gradients.unsent:
+            raise SynchronizationError(
+                f"parameter {name!r} got a gradient after its layer's gradients were sent; the "
+                "loss may depend on a layer only through its outputs"
+            )
+
+
+@torch.no_grad()
+def _add_means(layers: Sequence[ShardedLayer], *, divide: bool) -> dict[str, bool]:
+    """Adds the received sums or means to the shards' gradients.
+
+    Returns whether each trained parameter had a gradient on this rank, by name.
+
+    Args:
+        layers: All layers that may have received gradients.
+        divide: Whether to divide the sums by the number of ranks.
+    """
+    arrived = {
+        parameter.name: position in layer.gradients.arrived
+        for layer in layers
+        for position, parameter in enumerate(layer.parameters)
+        if parameter.shard.requires_grad
+    }
+    totals = ((layer, layer.gradients.total()) for layer in layers)
+    received = [(layer, total) for layer, total in totals if total is not None]
+    # Only a rank without a gradient for a parameter must check whether others had one.
+    missing = [(layer, total) for layer, total in received if layer.gradients.is_missing]
+    numbers: Iterator[float] = iter(())
+    if missing:
+        flags = [layer.gradients.flags(total).double() for layer, total in missing]
+        numbers = iter(torch.cat(flags).tolist())
+    some_rank_had = {layer: [next(numbers) for _ in layer.parameters] for layer, _ in missing}
+    for layer, total in received:
+        layer.gradients.add_means(total, divide=divide, some_rank_had=some_rank_had.get(layer))
+    return arrived

@@ -1,36 +1,42 @@
-"""The sharding and replication of parameters over ranks, and their DTensor specs.
+"""The distribution of a layer's parameters over ranks, and their positions in flat shards.
 
 A parameter is a DTensor: optimizers, norms, scalers and checkpoints see its full shape, but compute
 with this rank's rows. On a one-dimensional mesh it is sharded over all ranks. On a two-dimensional
 mesh, replicate x shard, it is sharded along the second dimension, and ranks along the first hold
 the same rows (HSDP).
 
-Checks of fully sharded containers, with errors that name the cause and the remedy.
+A parameter's rows (its first dimension) are divided into one piece per rank. All pieces have
+equally many rows, except the last ones, which may have fewer or none: torch's `Shard(0)`. A rank's
+pieces of all parameters of a layer are concatenated in its flat shard, each padded to the same
+length on every rank and to 16 bytes.
 
-One parameter of a fully sharded model: this rank's rows, and temporarily all rows.
+An all-gather collects a *run* of the flat shards: ``[rank][run]``. If a run is one parameter, the
+result is the full parameter, without a copy. Large parameters are therefore separate runs, and are
+used in the receive buffer. Small parameters share a run, because each message has a cost, and are
+copied out. A gradient message is ``[rank][flat shard, one flag per parameter]``.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from paceline.core.errors import UsageError
-from paceline.parallel.backward_pass import GroupReference
-from paceline.parallel.buckets import local_tensor
-from paceline.parallel.fsdp.layout import Piece
-from paceline.parallel.module_checks import is_compiled, resolve_group
+from paceline.parallel.ranks.collectives import GroupReference, resolve_group
 
 if TYPE_CHECKING:
-    from paceline.parallel.fsdp.layers import LayerUser
+    pass
+from collections.abc import Iterator
+
+from paceline.accounting.buckets import aligned
+from paceline.core.units import MIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +73,6 @@ class Sharding:
         return DTensorSpec(
             self.mesh, self.placements, tensor_meta=TensorMeta(shape, meta.stride(), dtype)
         )
-
-
-def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wraps this rank's rows in a DTensor that shares their memory, without communication."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def resolve_sharding(
@@ -131,107 +132,163 @@ def _two_dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Sharding, Shar
     return whole, shared_out, replicated
 
 
-_MIXED = "mixed torch.Tensor and DTensor"
+_ALONE_BYTES = MIB
+"""Full parameters from this size on are separate runs: a copy would cost more than a message."""
 
 
-def require_dtypes(**dtypes: torch.dtype | None) -> None:
-    """Raises if an option is not a floating-point dtype."""
-    for name, dtype in dtypes.items():
-        if dtype is not None and not dtype.is_floating_point:
-            raise UsageError(f"{name} must be a floating-point dtype, got {dtype}")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A parameter's position in every rank's flat shard."""
 
+    shape: torch.Size
+    rows: int
+    """Maximum number of rows of a rank."""
+    offset: int
+    num_elements: int
+    """Maximum number of elements of a rank."""
 
-def require_shardable(module: nn.Module) -> None:
-    """Raises if a module has parameters or compiled parts that cannot be sharded."""
-    for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            raise UsageError(
-                f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can "
-                "be fully sharded: use another container, or make it a buffer"
+    def num_rows(self, shard: int) -> int:
+        """Returns the number of rows of a rank."""
+        length = self.shape[0] if self.shape else 1
+        return max(0, min(self.rows, length - shard * self.rows))
+
+    def local(self, flat: Tensor, shard: int) -> Tensor:
+        """Returns a rank's rows as a shaped view of its flat shard."""
+        num_rows = self.num_rows(shard)
+        width = self.num_elements // self.rows if self.rows else 0
+        shape = (num_rows, *self.shape[1:]) if self.shape else ()
+        return flat[self.offset : self.offset + num_rows * width].view(shape)
+
+    def own_rows(self, full: Tensor, shard: int) -> Tensor:
+        """Returns a rank's rows of the full parameter."""
+        return full.narrow(0, min(shard * self.rows, full.shape[0]), self.num_rows(shard))
+
+    def blocks(
+        self, rows: Tensor, full: Tensor, *, begin: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields views of all ranks' pieces, and the same elements of the full parameter.
+
+        There are at most two pairs, regardless of the number of ranks.
+
+        Args:
+            rows: One row per rank, a slice of its flat shard.
+            full: The parameter or its gradient.
+            begin: Start of the slice in the flat shard.
+        """
+        if not self.num_elements:
+            return
+        offset = self.offset - begin
+        full = full if full.dim() else full.unsqueeze(0)
+        num_whole, rest = divmod(full.shape[0], self.rows)
+        if num_whole:
+            pieces = rows[:num_whole, offset : offset + self.num_elements]
+            rest_of_shape = full.shape[1:]
+            yield (
+                pieces.view(num_whole, self.rows, *rest_of_shape),
+                full[: num_whole * self.rows].view(num_whole, self.rows, *rest_of_shape),
             )
-    for name, part in module.named_modules():
-        if is_compiled(part):
-            raise UsageError(
-                f"module {name or type(part).__name__!r} is compiled, which would keep freed "
-                "parameters in its graph; wrap it uncompiled"
+        if rest:
+            length = rest * (self.num_elements // self.rows)
+            last = rows[num_whole, offset : offset + length].view(rest, *full.shape[1:])
+            yield last, full[num_whole * self.rows :]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A range of the flat shard that is gathered in one message."""
+
+    begin: int
+    end: int
+    is_one: bool
+    """Whether the run is one parameter, so that the gathered buffer is the full parameter."""
+
+    def __contains__(self, piece: Piece) -> bool:
+        return piece.num_elements > 0 and self.begin <= piece.offset < self.end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerLayout:
+    """The positions of a layer's parameters."""
+
+    dtype: torch.dtype
+    device: torch.device
+    num_shards: int
+    pieces: tuple[Piece, ...]
+    runs: tuple[Run, ...]
+    length: int
+    """Elements of a flat shard."""
+    packed_length: int
+    """Elements at its beginning that are gathered together."""
+
+    @property
+    def row_length(self) -> int:
+        """Elements of a gradient message for one rank."""
+        return self.length + aligned(len(self.pieces), self.dtype.itemsize)
+
+    def rows(self, run: Run, alone: Tensor, packed: Tensor) -> Tensor:
+        """Returns the receive buffer of a run, one row per rank.
+
+        Args:
+            run: The run.
+            alone: Receive buffer of parameters that are separate runs.
+            packed: Receive buffer of parameters that are gathered together.
+        """
+        if not run.is_one:
+            return packed.view(self.num_shards, self.packed_length)
+        begin = self.place_alone(run.begin)
+        length = run.end - run.begin
+        return alone[begin : begin + length * self.num_shards].view(self.num_shards, length)
+
+    def place_alone(self, offset: int) -> int:
+        """Returns the position in `alone` of a separate parameter, by its offset in the shard."""
+        return (offset - self.packed_length) * self.num_shards
+
+    def travels_alone(self, piece: Piece) -> bool:
+        """Returns whether a parameter is a separate run, used in the receive buffer."""
+        return any(run.is_one and piece in run for run in self.runs)
+
+
+def lay_out(
+    parameters: Sequence[Tensor], dtype: torch.dtype, device: torch.device, num_shards: int
+) -> LayerLayout:
+    """Places parameters in a flat shard.
+
+    Args:
+        parameters: The parameters; only shapes and strides matter.
+        dtype: Their dtype.
+        device: Their final device.
+        num_shards: Number of ranks to shard over.
+    """
+    travels_alone = [
+        parameter.is_contiguous()
+        and (num_shards == 1 or parameter.numel() * dtype.itemsize >= _ALONE_BYTES)
+        for parameter in parameters
+    ]
+    pieces: dict[int, Piece] = {}
+    runs: list[Run] = []
+    offset = packed_length = 0
+    for alone in (False, True):
+        begin = offset
+        for index, parameter in enumerate(parameters):
+            if travels_alone[index] is not alone:
+                continue
+            rows = -(-(parameter.shape[0] if parameter.dim() else 1) // num_shards)
+            num_elements = rows * math.prod(parameter.shape[1:])
+            pieces[index] = Piece(
+                shape=parameter.shape, rows=rows, offset=offset, num_elements=num_elements
             )
-
-
-def require_watchable(user: "LayerUser", output: Any, tensors: Sequence[Tensor]) -> None:
-    """Raises if an output needs the layer after it is freed: no tensor found, or a view of it."""
-    if output is not None and not tensors and torch.is_grad_enabled():
-        raise UsageError(
-            f"layer {user.name!r} returns a {type(output).__name__}, in which no tensor was found "
-            "whose gradient would tell that backward needs the layer; return tensors in tuples, "
-            "lists, dictionaries or dataclasses"
-        )
-    storages = {pointer for layer in user.layers for pointer in layer.addresses()} - {0}
-    for tensor in tensors:
-        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in storages:
-            raise UsageError(
-                f"layer {user.name!r} returns a view of its own parameters, whose memory is freed "
-                "when its forward ends; return a copy: .clone()"
-            )
-
-
-def explain_mixed(error: RuntimeError, module: nn.Module) -> UsageError | None:
-    """Returns an error that names the module that read a shard; None for other errors."""
-    if _MIXED not in str(error):
-        return None
-    names = {part: name for name, part in module.named_modules()}
-    reader = _innermost(error.__traceback__, names)
-    return UsageError(
-        f"module {reader!r} reads parameters of another module, which are gathered only during "
-        "the other module's forward; call that module, or make both one layer: "
-        "wrap=WrapPolicy(classes=...)"
+            if alone and num_elements:
+                runs.append(Run(begin=offset, end=offset + num_elements, is_one=True))
+            offset += aligned(num_elements, dtype.itemsize)
+        if not alone and offset > begin:
+            runs.append(Run(begin=begin, end=offset, is_one=False))
+            packed_length = offset
+    return LayerLayout(
+        dtype=dtype,
+        device=device,
+        num_shards=num_shards,
+        pieces=tuple(pieces[index] for index in range(len(parameters))),
+        runs=tuple(runs),
+        length=offset,
+        packed_length=packed_length,
     )
-
-
-def _innermost(traceback: TracebackType | None, names: dict[nn.Module, str]) -> str:
-    """Returns the name of the innermost of these modules in a traceback."""
-    found = ""
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in names:
-            found = names[owner] or type(owner).__name__
-        traceback = traceback.tb_next
-    return found
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class LayerParameter:
-    """One parameter in its sharded and full form."""
-
-    name: str
-    """Name in the inner module."""
-    piece: Piece
-    shard: nn.Parameter
-    """The parameter of optimizers: a DTensor with this rank's rows, or a full plain tensor."""
-    local: Tensor
-    """This rank's rows, in the flat shard."""
-    full: nn.Parameter
-    """All rows, while the layer is gathered."""
-    spec: DTensorSpec | None
-    """Spec of the DTensor; None for a plain parameter."""
-
-    def require_in_place(self) -> None:
-        """Raises if the shard is no longer a view of the flat shard, which is gathered."""
-        own = local_tensor(self.shard)
-        if own.dtype != self.local.dtype or own.device != self.local.device:
-            raise UsageError(
-                f"parameter {self.name!r} was converted to {own.dtype} on {own.device} after its "
-                f"container was created for {self.local.dtype} on {self.local.device}; convert "
-                "the model before wrapping it"
-            )
-        if own.data_ptr() != self.local.data_ptr():
-            raise UsageError(
-                f"the memory of parameter {self.name!r} was replaced after its container was "
-                "created; change its values in place, with copy_ or load_state_dict"
-            )
-
-    def add_gradient(self, mean: Tensor) -> None:
-        """Adds a mean to the shard's gradient, or sets it if there is none."""
-        if self.shard.grad is not None:
-            local_tensor(self.shard.grad).add_(mean)
-        else:
-            self.shard.grad = mean if self.spec is None else as_dtensor(mean, self.spec)

@@ -30,8 +30,7 @@ from torch.distributed.pipelining import (
 from paceline.core.errors import UsageError
 from paceline.core.ranges import PipelineRange
 from paceline.kernels.named_range import named_range
-from paceline.parallel.buckets import local_tensor, whole_tensor
-from paceline.parallel.mesh.tensor import complete_gradient
+from paceline.parallel.dtensor import complete_gradient, local_tensor, whole_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps a micro-batch's output and targets to the loss."""

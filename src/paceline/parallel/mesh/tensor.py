@@ -3,7 +3,7 @@
 Query, key, value, gate and up are split by columns, so every rank has whole heads and whole
 channels of the feed-forward layer. Output and down are split by rows, and their output is the sum
 of the ranks' results (Shoeybi et al. 2019). Embedding and output layer are split over the
-vocabulary: logits stay split, and `paceline.parallel.mesh.tensor` computes the loss from them.
+vocabulary: logits stay split, and `summed_loss` computes the loss from them.
 
     without sequence parallelism   every rank has the whole residual stream; the sum after output
                                    and down is an all-reduce
@@ -13,28 +13,16 @@ vocabulary: logits stay split, and `paceline.parallel.mesh.tensor` computes the 
 
 All parameters become DTensors on the tensor mesh, those of norms replicated, so optimizers and
 clipping handle only one kind of tensor.
-
-The loss of logits, full or split over the vocabulary by tensor parallelism.
 """
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -45,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from paceline.parallel.buckets import whole_tensor
+from paceline.parallel.dtensor import whole_tensor
 
 _SEQUENCE = 1
 """The dimension of tokens in (batch, sequence, width)."""
@@ -130,47 +118,6 @@ def _parallelize(
 ) -> None:
     # Every rank has all weights, so each takes its part locally, without a broadcast.
     parallelize_module(module, mesh, plan, src_data_rank=None)
-
-
-def complete_gradients(model: nn.Module) -> None:
-    """Sums gradients of which each tensor rank holds a partial sum.
-
-    These are the gradients of norms under sequence parallelism, and of the embedding. FSDP2 sums
-    them when it reduces gradients; without FSDP2, this function does. Norms are small and many, so
-    one all-reduce sums all of them.
-    """
-    summands: dict[DeviceMesh, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if _is_summand(parameter) and isinstance(gradient, DTensor):
-            summands[gradient.device_mesh].append((parameter, gradient.to_local()))
-        else:
-            complete_gradient(parameter)
-    for mesh, parts in summands.items():
-        together = torch.cat([own.flatten() for _, own in parts])
-        dist.all_reduce(together, group=mesh.get_group())
-        sums = torch.split(together, [own.numel() for _, own in parts])
-        for (parameter, own), whole in zip(parts, sums, strict=True):
-            parameter.grad = DTensor.from_local(
-                whole.view_as(own), mesh, [Replicate()], run_check=False
-            )
-
-
-def _is_summand(parameter: nn.Parameter) -> bool:
-    """Returns whether the parameter is replicated and its gradient a partial sum."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return False
-    return parameter.placements == (Replicate(),) and gradient.placements == (Partial(),)
-
-
-def complete_gradient(parameter: nn.Parameter) -> None:
-    """Redistributes a gradient to the placements of its parameter, summing partial sums."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return
-    if gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""Collectives under version-independent names, and collectives over plain numbers.
-
-torch 2.13 renames the collectives over one tensor to ``*_single`` and deprecates the old names;
-earlier versions have only the old names.
-
-Reduce-scatter and all-gather, implemented in the cheapest way for each backend.
+"""Process groups and collectives, in the cheapest way for each backend.
 
 A flat tensor is divided into one shard per rank. `start_reduce_scatter` sums all ranks' tensors and
 leaves each rank the sum of its own shard. `start_all_gather` gives all ranks every rank's shard.
@@ -18,20 +13,65 @@ shards that it receives. At 1 Gbit/s, a reduce-scatter of 33 MB takes 154 ms bet
 all-to-all 283 and 392, its all-gather 232 and 274 (results/sharding-exchange.jsonl). Direct
 exchange is limited to few ranks: beyond that, the number of messages would cost more than the link.
 
-Collectives with which ranks agree on results and errors before any of them acts.
+`from_first`, `from_all` and `require_all` let ranks agree on results and errors before any of them
+acts.
 """
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.core.errors import UsageError
 from paceline.parallel.ranks.pending import Pending
 
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """Returns the process group itself, that of a one-dimensional mesh, or the default group."""
+    if not dist.is_initialized():
+        raise UsageError("there is no process group yet; create this inside distributed_session()")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(
+            "this rank is not in the process group; create this only on ranks of the group"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(f"a mesh of one dimension is needed, this one has {group.ndim}")
+        return group.get_group()
+    if group is None:
+        group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+class GroupReference:
+    """A weak reference to a process group.
+
+    Objects that outlive the destruction of a group must not keep it alive: its threads would then
+    end with the interpreter, which sometimes aborts the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._reference = weakref.ref(group)
+
+    def get(self) -> dist.ProcessGroup:
+        """Returns the group; raises if it has been destroyed."""
+        group = self._reference()
+        if group is None:
+            raise UsageError(
+                "the process group has been destroyed; create the containers that use it again"
+            )
+        return group
+
+
+# torch 2.13 renames the collectives over one tensor and deprecates the old names; earlier versions
+# have only the old names.
 all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
@@ -62,8 +102,11 @@ def mean_over_ranks(numbers: Sequence[float], device: torch.device) -> list[floa
 _MOST_PEERS = 16
 """Up to this many ranks exchange messages directly."""
 
+
 # Separate tags, so that each kind is matched in its own order, independent of other messages.
 _REDUCE_SCATTER_TAG = 40_001
+
+
 _ALL_GATHER_TAG = 40_002
 
 

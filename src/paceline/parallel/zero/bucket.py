@@ -1,41 +1,37 @@
-"""Buckets whose gradients are reduce-scattered.
+"""Buckets whose gradients are reduce-scattered, and the parameters that a container shards.
 
 A bucket's message is as large as its parameters, and exists only while it is filled and in flight.
 Gradients are moved into it as backward completes them, and freed. When the message has arrived,
 this rank's shard of the sum is added to its shards' gradients, and the message is freed. Only the
 gradient of the shard persists from step to step.
 
-A parameter whose gradient was moved into a message has a `ReducedGradient` instead.
+A parameter whose gradient was moved into a message has a `ReducedGradient` instead: a tensor
+without memory that raises when used, with an error that names the alternatives. If it were None,
+the norm over all gradients would be 0, and a plain optimizer would silently do nothing.
 
-Placeholder for a gradient that was reduce-scattered.
-
-A rank holds only its own shard of such a gradient. If the parameter's gradient were None, the norm
-over all gradients would be 0, and a plain optimizer would silently do nothing. The placeholder is a
-tensor without memory that raises when used, with an error that names the alternatives.
-
-Tracks which parameters had a gradient on any rank.
-
-Ranks exchange this in one small message per backward pass, sent after the last bucket. Reading the
-result waits for the device. A rank reads it only for parameters without a gradient of its own, and
-only once per optimizer step, regardless of the number of passes.
+Which parameters had a gradient on any rank, ranks exchange in one small message per backward pass,
+sent after the last bucket. Reading the result waits for the device. A rank reads it only for
+parameters without a gradient of its own, and only once per optimizer step, regardless of the number
+of passes.
 """
 
-from collections.abc import Iterator, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
 from paceline.parallel.buckets import BucketPlan, RankWeight, reducible_gradient, view_like
-from paceline.parallel.ranks.collectives import ReduceScatter, start_reduce_scatter
+from paceline.parallel.ranks.collectives import GroupReference, ReduceScatter, start_reduce_scatter
+from paceline.parallel.ranks.device_clock import Moment
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.zero.flat_parameters import FlatParameters
-
-_aten = torch.ops.aten
-
-_CHANGES_NOTHING = frozenset({_aten.zero_.default, _aten.detach.default, _aten.alias.default})
 
 
 class ReducedGradient(Tensor):
@@ -98,6 +94,12 @@ class ReducedGradient(Tensor):
             "ShardedOptimizer of its parameters; for whatever needs whole gradients, such as a "
             "GradScaler, use BucketedDataParallel"
         )
+
+
+_aten = torch.ops.aten
+
+
+_CHANGES_NOTHING = frozenset({_aten.zero_.default, _aten.detach.default, _aten.alias.default})
 
 
 def _reduced_in(arguments: Any) -> Any:
@@ -328,3 +330,87 @@ def _gaps(plan: BucketPlan, num_elements: int) -> Iterator[tuple[int, int]]:
         end = slot.offset + slot.num_elements
     if num_elements > end:
         yield end, num_elements
+
+
+_known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDictionary()
+
+
+class ShardedParameters:
+    """The flat parameters of one container, one object per bucket.
+
+    Args:
+        flats: The flat parameters, in the order in which the next forward pass needs them.
+        group: The ranks that hold the shards.
+        used: Tracks which parameters had a gradient on any rank.
+    """
+
+    def __init__(
+        self, flats: Sequence[FlatParameters], group: GroupReference, used: UsedParameters
+    ) -> None:
+        self.flats = flats
+        self.group = group
+        self._used = used
+        self._find_optimizer: Callable[[], Optimizer | None] = lambda: None
+        for flat in flats:
+            for parameter in flat.parameters:
+                _known[parameter] = weakref.ref(self)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer is attached and alive."""
+        return self._find_optimizer() is not None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Registers the optimizer that updates this rank's shards."""
+        if self._find_optimizer() not in (None, optimizer):
+            gc.collect()  # The old optimizer may be unreachable, but held by a reference cycle.
+        if self._find_optimizer() not in (None, optimizer):
+            raise UsageError(
+                "the parameters of a ShardedDataParallel already belong to another "
+                "ShardedOptimizer; give one optimizer several groups instead"
+            )
+        self._find_optimizer = weakref.ref(optimizer)
+
+    def decide_gradients(self) -> None:
+        """Sets the gradient of undecided shards that had one on any rank.
+
+        Waits for the device only if there are undecided shards.
+        """
+        self._used.decide_gradients(self.flats)
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of all shards."""
+        if set_to_none:
+            self._used.forget()
+        else:
+            self.decide_gradients()
+        for flat in self.flats:
+            flat.zero_gradients(set_to_none=set_to_none)
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether a reader of some parameter has to wait."""
+        return any(flat.is_in_flight for flat in self.flats)
+
+    def take_waits(self) -> list[tuple[Moment, Moment]]:
+        """Returns and clears the recorded waits of readers for parameters."""
+        waits = [moments for flat in self.flats for moments in flat.arriving.waits]
+        for flat in self.flats:
+            flat.arriving.waits.clear()
+        return waits
+
+    def time_waits(self) -> None:
+        """Turns on timing of the readers' waits."""
+        for flat in self.flats:
+            flat.arriving.is_timed = True
+
+    def wait(self) -> None:
+        """Waits until all parameters have their new values."""
+        for flat in self.flats:
+            flat.wait()
+
+
+def find_sharded_parameters(parameter: nn.Parameter) -> ShardedParameters | None:
+    """Returns the sharded parameters that contain a parameter; None if it is not sharded."""
+    reference: Any = _known.get(parameter)
+    return None if reference is None else reference()

@@ -14,11 +14,11 @@ owns an equal shard. Phases of one step on every rank:
 
 Every rank sends and receives the parameters' size twice per step, in 1 and in 3, as much as with an
 all-reduce. But forward hides the second half, which is impossible with an all-reduce.
-
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +27,20 @@ from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
-from paceline.parallel.backward_pass import LaunchPolicy, SynchronizationStats
 from paceline.parallel.buckets import BucketPlan
-from paceline.parallel.contract import LocalGradients
+from paceline.parallel.contract import LocalGradients, is_compiled
 from paceline.parallel.ddp import DataParallel, bucket_cap_bytes
-from paceline.parallel.module_checks import is_compiled
-from paceline.parallel.partition import Partition, shard_evenly
 from paceline.parallel.ranks.collectives import works_in_place
 from paceline.parallel.ranks.device_clock import Moment, seconds_between
-from paceline.parallel.reducer import GradientSynchronizer
-from paceline.parallel.zero.bucket import ShardedBucket, UsedParameters
-from paceline.parallel.zero.flat_parameters import FlatParameters
-from paceline.parallel.zero.registry import GatherHooks, ShardedParameters, find_sharded_parameters
+from paceline.parallel.reducer import GradientSynchronizer, LaunchPolicy
+from paceline.parallel.traffic import SynchronizationStats
+from paceline.parallel.zero.bucket import (
+    ShardedBucket,
+    ShardedParameters,
+    UsedParameters,
+    find_sharded_parameters,
+)
+from paceline.parallel.zero.flat_parameters import FlatParameters, Partition, shard_evenly
 
 
 class ShardedDataParallel(DataParallel):
@@ -216,7 +218,105 @@ class ShardedDataParallel(DataParallel):
     def _describe_settings(self) -> str:
         return f"{super()._describe_settings()}, master {self._master_dtype}"
 
-    def _settle(self) -> None:
+    def _finish_backward(self) -> None:
         """Completes a pass after all its messages have been received."""
         self._num_passes += 1
         self._forward_waits = self._shared.take_waits()
+
+
+class GatherHooks:
+    """Waits for parameters before the module uses, saves or loads them.
+
+    Args:
+        root: The module.
+        parameters: Its parameters, in flight between a step and the next forward pass.
+    """
+
+    def __init__(self, root: nn.Module, parameters: ShardedParameters) -> None:
+        self._root = weakref.ref(root)
+        self._parameters = parameters
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._own: weakref.WeakKeyDictionary[nn.Module, list[FlatParameters]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._needed: Mapping[nn.Module, list[FlatParameters]] | None = None
+        """The parameters that each module waits for; None before the first forward pass."""
+        flat_of = {parameter: flat for flat in parameters.flats for parameter in flat.parameters}
+        for module in root.modules():
+            flats = (flat_of[p] for p in module.parameters(recurse=False) if p in flat_of)
+            self._own[module] = list(dict.fromkeys(flats))
+            # Runs before other hooks, which may compute parameters from parameters.
+            module.register_forward_pre_hook(_Hook(self, GatherHooks.before), prepend=True)
+            # Submodules may also be saved and loaded separately.
+            wait, refresh = (
+                _Hook(self, action) for action in (GatherHooks.wait, GatherHooks.refresh)
+            )
+            module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+
+    def before(self, module: nn.Module) -> None:
+        """Waits for the parameters of a module that is about to be called."""
+        if self._needed is None:
+            self._called.add(module)
+            self._parameters.wait()
+            return
+        for flat in self._needed.get(module, ()):
+            flat.wait()
+
+    def wait(self, _module: nn.Module) -> None:
+        """Waits for all parameters."""
+        self._parameters.wait()
+
+    def refresh(self, module: nn.Module) -> None:
+        """Updates the master copies of a module's loaded parameters."""
+        for flat in self._own.get(module, ()):
+            flat.refresh_master()
+
+    def learn(self) -> None:
+        """Assigns parameters to waiting modules, after the first forward pass."""
+        root = self._root()
+        if self._needed is not None or root is None:
+            return
+        needed: weakref.WeakKeyDictionary[nn.Module, list[FlatParameters]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+        def visit(module: nn.Module, caller: nn.Module) -> None:
+            if module in self._called:
+                caller = module
+            for reader in {module, caller}:
+                known = needed.setdefault(reader, [])
+                known += [flat for flat in self._own.get(module, ()) if flat not in known]
+            for child in module.children():
+                visit(child, caller)
+
+        visit(root, root)
+        self._needed = needed
+
+
+class _Hook:
+    """Calls a method of a weakly referenced object; copies of the hook do nothing."""
+
+    def __init__(
+        self, target: GatherHooks, action: Callable[[GatherHooks, nn.Module], None]
+    ) -> None:
+        self._target = weakref.ref(target)
+        self._action = action
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # The container waits before it calls compiled code.
+        if (target := self._target()) is not None:
+            self._action(target, module)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_idle_hook, ()
+
+
+def _make_idle_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

@@ -1,148 +1,171 @@
 """Parameters in one flat buffer, of which every rank owns a shard.
 
+Parameters of one dtype on one device are concatenated. Shard borders are a pure function of the
+parameters' sizes and the number of ranks, so all ranks compute the same borders. There are two
+partitions:
+
+- By elements, for elementwise optimizers: shards are equally large and may split a parameter.
+- By parameters, for all other optimizers: each whole parameter, the largest first, goes to the rank
+  with the fewest bytes so far.
+
 The parameters keep their identity, shape and values, but are contiguous in memory, so a rank's
 shard is one contiguous tensor and is sent in one message. A rank's optimizer updates views of its
 shard: one tensor per parameter with elements in the shard. With a master dtype they are views of a
 copy in that dtype, because rounding would lose small updates of bf16 or fp16 parameters.
 
-Parameters in flight: every read waits for the new values first.
-
-Layers wait for their own parameters when they are called. But other code may read a parameter too:
-a layer that shares a weight, an average of the weights, a program that saves them. While new values
-are in flight, a parameter therefore has a class with `__torch_function__`, which torch calls before
-any operation on it. The first call waits for the values and restores the parameter's own class, so
-later operations cost nothing extra. Identity, gradient and autograd state of the parameter do not
-change.
+Every read of a parameter in flight waits for the new values first. Layers wait for their own
+parameters when they are called. But other code may read a parameter too: a layer that shares a
+weight, an average of the weights, a program that saves them. While new values are in flight, a
+parameter therefore has a class with `__torch_function__`, which torch calls before any operation on
+it. The first call waits for the values and restores the parameter's own class, so later operations
+cost nothing extra. Identity, gradient and autograd state of the parameter do not change.
 """
 
 import copy
 import dataclasses
+import enum
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from paceline.accounting.buckets import assign_largest_first, equal_share
 from paceline.core.errors import UsageError
 from paceline.core.ranges import WAIT
 from paceline.kernels.named_range import named_range
-from paceline.parallel.buckets import view_like
-from paceline.parallel.partition import Partition, ShardLayout
+from paceline.parallel.buckets import (
+    BucketPlan,
+    Slot,
+    TensorSpec,
+    place_tensors,
+    plan_buckets,
+    view_like,
+)
 from paceline.parallel.ranks import device_clock
 from paceline.parallel.ranks.collectives import start_all_gather
 from paceline.parallel.ranks.pending import Pending
 
-_tensor: Any = Tensor  # torch passes property accessors to `__torch_function__`.
-_NEEDS_NO_VALUE: frozenset[Any] = frozenset(
+
+class Partition(enum.StrEnum):
+    """How parameters are sharded over ranks."""
+
+    ELEMENTS = "elements"
+    PARAMETERS = "parameters"
+
+
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
-        _tensor.grad.__get__,
-        _tensor.grad.__set__,
-        _tensor.requires_grad.__get__,
-        _tensor.requires_grad.__set__,
-        _tensor.is_leaf.__get__,
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
     }
 )
-"""Accessors that read no values, used between a step and the next forward pass (zero_grad)."""
+"""Optimizers that update each element independently, so a shard may split a parameter."""
 
 
-class _InFlight:
-    """Waits before any operation on a parameter."""
-
-    _arriving: "ArrivingParameters"
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        keywords = keywords or {}
-        if function not in _NEEDS_NO_VALUE:
-            for each in types:
-                if issubclass(each, _InFlight):
-                    each._arriving.wait()
-            if not all(issubclass(each, _InFlight) for each in types):
-                return function(*arguments, **keywords)  # Other subclasses must get their call.
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*arguments, **keywords)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._arriving.wait()
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._arriving.wait()
-        return self.__reduce_ex__(protocol)
+def choose_partition(partition: str | None, optimizer_cls: type[Optimizer]) -> Partition:
+    """Returns the partition for an optimizer, by default the finest that it allows."""
+    is_elementwise = optimizer_cls in _ELEMENTWISE
+    if partition is None:
+        return Partition.ELEMENTS if is_elementwise else Partition.PARAMETERS
+    if partition not in tuple(Partition):
+        raise UsageError(
+            f"partition must be one of {', '.join(Partition)}, or None; got {partition!r}"
+        )
+    if partition == Partition.ELEMENTS and not is_elementwise:
+        raise UsageError(
+            f"{optimizer_cls.__name__} is not known to be elementwise, so single parameters must "
+            'not be split; use partition="parameters"'
+        )
+    return Partition(partition)
 
 
-class ArrivingParameters:
-    """Parameters whose new values arrive together.
+class ParameterSlice(NamedTuple):
+    """A range of elements of one parameter, in memory order, that one rank owns."""
 
-    Readers wait until the stream that sent the values has waited. All later work in that stream,
-    and in streams ordered after it, then sees the new values.
+    tensor: int
+    """The parameter's index in the sharded list."""
+    start: int
+    end: int
+    offset: int
+    """Start of the slice in the flat buffer."""
 
-    Args:
-        parameters: Parameters on one device.
-        device: The device.
-    """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self._device = device
-        self._pending: Pending | None = None
-        self._sender: Hashable = None
-        """The stream that sent the values."""
-        self._are_marked = False
-        self.is_timed = device_clock.current_stream(device) is None
-        """Whether readers' waits are timed; off by default on a GPU, where timing needs events."""
-        self.waits: list[tuple[device_clock.Moment, device_clock.Moment]] = []
-        """Start and end of the readers' waits since the list was last cleared."""
-        waiting: dict[type, type] = {}
-        for own in dict.fromkeys(type(parameter) for parameter in parameters):
-            waiting[own] = type(own.__name__, (_InFlight, own), {"_arriving": self})
-        # A class is part of a reference cycle; weak references let parameters be freed before it.
-        self._classes = [
-            (weakref.ref(parameter), type(parameter), waiting[type(parameter)])
-            for parameter in parameters
-        ]
+class ShardLayout(NamedTuple):
+    """A flat buffer and the ranks' shards of it."""
 
-    def start(self, pending: Pending) -> None:
-        """Makes readers wait for an operation, unless it has already been waited for."""
-        if pending.is_awaited:
-            return
-        self._pending = pending
-        self._sender = device_clock.current_stream(self._device)
-        self._are_marked = True
-        for reference, _, waiting in self._classes:
-            if (parameter := reference()) is not None:
-                parameter.__class__ = waiting
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+    borders: Sequence[int]
+    """Start of each rank's shard, in rank order, followed by the end of the last one."""
 
     @property
-    def are_in_flight(self) -> bool:
-        """Whether a reader has to wait."""
-        return self._are_marked
+    def num_elements(self) -> int:
+        """Total elements of all shards, including padding."""
+        return self.borders[-1]
 
-    def wait(self) -> None:
-        """Waits until the values have arrived, on a GPU in the current stream.
+    def slices(self, rank: int) -> Iterator[ParameterSlice]:
+        """Yields the slices that a rank owns, in the order of the flat buffer."""
+        begin, end = self.borders[rank], self.borders[rank + 1]
+        for tensor, offset, num_elements in self.slots:
+            first, last = max(begin, offset), min(end, offset + num_elements)
+            if first < last:
+                yield ParameterSlice(tensor, first - offset, last - offset, first)
 
-        Raises for every reader if the transfer failed.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        if not pending.is_awaited:
-            began = device_clock.now(self._device) if self.is_timed else None
-            with named_range(WAIT):
-                pending.wait()
-            if began is not None:
-                self.waits.append((began, device_clock.now(self._device)))
-        stream = device_clock.current_stream(self._device)
-        if stream is None:
-            self._pending = None
-        if self._are_marked and stream == self._sender:
-            self._are_marked = False
-            for reference, own, _ in self._classes:
-                if (parameter := reference()) is not None:
-                    parameter.__class__ = own
+
+def shard_evenly(plan: BucketPlan, num_ranks: int) -> ShardLayout:
+    """Assigns every rank an equal number of elements of a bucket, padded at its end."""
+    shard = equal_share(plan.num_elements, num_ranks, plan.dtype.itemsize)
+    borders = range(0, shard * num_ranks + 1, shard) if shard else (0,) * (num_ranks + 1)
+    return ShardLayout(plan.dtype, plan.device, plan.slots, borders)
+
+
+def plan_shards(
+    tensors: Sequence[TensorSpec], loads: list[int], partition: Partition
+) -> list[ShardLayout]:
+    """Lays out one flat buffer per dtype and device, and shards each over all ranks.
+
+    Args:
+        tensors: The tensors to shard.
+        loads: Bytes that each rank owns so far. `Partition.PARAMETERS` adds the bytes it assigns.
+        partition: How to shard the buffers.
+    """
+    plans = plan_buckets(tensors, cap_bytes=None)
+    if partition is Partition.ELEMENTS:
+        return [shard_evenly(plan, len(loads)) for plan in plans]
+    return [_assign_parameters(plan, tensors, loads) for plan in plans]
+
+
+def _assign_parameters(
+    plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int]
+) -> ShardLayout:
+    places = sorted(slot.tensor for slot in plan.slots)
+    sizes = [tensors[place].num_elements * plan.dtype.itemsize for place in places]
+    owned: list[list[int]] = [[] for _ in loads]
+    for place, owner in zip(places, assign_largest_first(sizes, loads), strict=True):
+        owned[owner].append(place)
+    order = [place for of_rank in owned for place in of_rank]
+    placed = place_tensors(tensors, order, plan.dtype, plan.device)
+    borders = [0]
+    first = 0
+    for of_rank in owned:
+        first += len(of_rank)
+        is_last = first == len(placed.slots)
+        borders.append(placed.num_elements if is_last else placed.slots[first].offset)
+    return ShardLayout(plan.dtype, plan.device, placed.slots, borders)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -317,3 +340,116 @@ def flat_elements(parameter: Tensor, values: Tensor) -> Tensor:
     if values.stride() != parameter.stride():
         values = torch.empty_like(parameter, dtype=values.dtype).copy_(values)
     return values.as_strided((values.numel(),), (1,), values.storage_offset())
+
+
+_tensor: Any = Tensor  # torch passes property accessors to `__torch_function__`.
+
+
+_NEEDS_NO_VALUE: frozenset[Any] = frozenset(
+    {
+        _tensor.grad.__get__,
+        _tensor.grad.__set__,
+        _tensor.requires_grad.__get__,
+        _tensor.requires_grad.__set__,
+        _tensor.is_leaf.__get__,
+    }
+)
+"""Accessors that read no values, used between a step and the next forward pass (zero_grad)."""
+
+
+class _InFlight:
+    """Waits before any operation on a parameter."""
+
+    _arriving: "ArrivingParameters"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function not in _NEEDS_NO_VALUE:
+            for each in types:
+                if issubclass(each, _InFlight):
+                    each._arriving.wait()
+            if not all(issubclass(each, _InFlight) for each in types):
+                return function(*arguments, **keywords)  # Other subclasses must get their call.
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*arguments, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._arriving.wait()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._arriving.wait()
+        return self.__reduce_ex__(protocol)
+
+
+class ArrivingParameters:
+    """Parameters whose new values arrive together.
+
+    Readers wait until the stream that sent the values has waited. All later work in that stream,
+    and in streams ordered after it, then sees the new values.
+
+    Args:
+        parameters: Parameters on one device.
+        device: The device.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self._device = device
+        self._pending: Pending | None = None
+        self._sender: Hashable = None
+        """The stream that sent the values."""
+        self._are_marked = False
+        self.is_timed = device_clock.current_stream(device) is None
+        """Whether readers' waits are timed; off by default on a GPU, where timing needs events."""
+        self.waits: list[tuple[device_clock.Moment, device_clock.Moment]] = []
+        """Start and end of the readers' waits since the list was last cleared."""
+        waiting: dict[type, type] = {}
+        for own in dict.fromkeys(type(parameter) for parameter in parameters):
+            waiting[own] = type(own.__name__, (_InFlight, own), {"_arriving": self})
+        # A class is part of a reference cycle; weak references let parameters be freed before it.
+        self._classes = [
+            (weakref.ref(parameter), type(parameter), waiting[type(parameter)])
+            for parameter in parameters
+        ]
+
+    def start(self, pending: Pending) -> None:
+        """Makes readers wait for an operation, unless it has already been waited for."""
+        if pending.is_awaited:
+            return
+        self._pending = pending
+        self._sender = device_clock.current_stream(self._device)
+        self._are_marked = True
+        for reference, _, waiting in self._classes:
+            if (parameter := reference()) is not None:
+                parameter.__class__ = waiting
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether a reader has to wait."""
+        return self._are_marked
+
+    def wait(self) -> None:
+        """Waits until the values have arrived, on a GPU in the current stream.
+
+        Raises for every reader if the transfer failed.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if not pending.is_awaited:
+            began = device_clock.now(self._device) if self.is_timed else None
+            with named_range(WAIT):
+                pending.wait()
+            if began is not None:
+                self.waits.append((began, device_clock.now(self._device)))
+        stream = device_clock.current_stream(self._device)
+        if stream is None:
+            self._pending = None
+        if self._are_marked and stream == self._sender:
+            self._are_marked = False
+            for reference, own, _ in self._classes:
+                if (parameter := reference()) is not None:
+                    parameter.__class__ = own

@@ -30,17 +30,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
-from paceline.parallel.backward_pass import GroupReference
-from paceline.parallel.buckets import local_tensor, tensor_spec
-from paceline.parallel.module_checks import resolve_group
-from paceline.parallel.partition import Partition, choose_partition, plan_shards
-from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
+from paceline.parallel.buckets import tensor_spec
+from paceline.parallel.dtensor import local_tensor
+from paceline.parallel.ranks.collectives import GroupReference, resolve_group
+from paceline.parallel.zero.bucket import ShardedParameters, find_sharded_parameters
+from paceline.parallel.zero.flat_parameters import (
+    FlatParameters,
+    Partition,
+    Shard,
+    choose_partition,
+    plan_shards,
+)
 from paceline.parallel.zero.optimizer_state import (
     gather_full_state,
     load_full_state,
     take_over_options,
 )
-from paceline.parallel.zero.registry import ShardedParameters, find_sharded_parameters
 from paceline.parallel.zero.shard_optimizer import MakeOptimizer, ShardOptimizer
 
 if TYPE_CHECKING:

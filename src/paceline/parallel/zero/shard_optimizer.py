@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.parallel.backward_pass import GroupReference
-from paceline.parallel.partition import Partition
+from paceline.parallel.ranks.collectives import GroupReference
 from paceline.parallel.zero.bucket import ReducedGradient
-from paceline.parallel.zero.flat_parameters import FlatParameters, Shard, flat_elements
+from paceline.parallel.zero.flat_parameters import FlatParameters, Partition, Shard, flat_elements
 
 STEP = "step"
 """Key of the step count, a scalar: it has the shape of a zero-dimensional parameter's state."""

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.core.strategies import SHARDED_PARAMETERS, SHARDED_STATE
-from paceline.parallel.buckets import local_tensor
+from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import all_gather_single
 from paceline.parallel.zero.optimizer import ShardedOptimizer
 from paceline.training.parallelize import Trainee

@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.units import format_decimal, format_seconds
-from paceline.parallel import CollectiveError, Session
+from paceline.parallel import Session
 from paceline.parallel.ranks.heartbeats import Phase, own_heartbeat
+from paceline.parallel.ranks.pending import CollectiveError
 from paceline.training.config import RunConfig
 from paceline.training.health.errors import LostRankError
 from paceline.training.metrics import LOST, EventRow, MetricsFile

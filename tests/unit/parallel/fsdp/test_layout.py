@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.parallel.fsdp.layout import LayerLayout, lay_out
+from paceline.parallel.fsdp.sharding import LayerLayout, lay_out
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=0, max_size=3), min_size=1, max_size=5)
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from paceline.core.plan import ParallelLayout
-from paceline.parallel.mesh.groups import coordinates_of, describe
+from paceline.parallel.mesh.layout import coordinates_of, describe
 from paceline.predict.cost.layouts import AXES, Layouts
 
 LAYOUT = ParallelLayout(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.parallel import Placement
+from paceline.parallel.ranks.placement import Placement
 from paceline.parallel.ranks.rendezvous import rendezvous_path
 from paceline.parallel.ranks.session import LOOPBACK_INTERFACE, join_process_group
 
