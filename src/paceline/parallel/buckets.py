@@ -117,10 +117,8 @@ _SMALL_ELEMENTS = 2**14
 class RankWeight:
     """A scale factor for this rank's gradients.
 
-    Args:
-        factor: A number, or a zero-dimensional tensor on the gradients' device.
-        is_void: On a rank with weight zero, a boolean tensor that is true unless all ranks have
-            weight zero: the rank's gradients are then replaced with zeros.
+    On a rank with weight zero, `is_void` is true on the device unless all ranks have weight zero:
+    its gradients are then replaced with zeros.
     """
 
     def __init__(self, factor: float | Tensor, is_void: Tensor | None = None) -> None:
@@ -129,13 +127,7 @@ class RankWeight:
 
     @classmethod
     def of(cls, own: float, total: Tensor, num_ranks: int) -> "RankWeight":
-        """Returns a weight's share of the sum of all weights; equal shares if the sum is zero.
-
-        Args:
-            own: This rank's weight.
-            total: The sum of all ranks' weights.
-            num_ranks: Number of ranks.
-        """
+        """Returns a weight's share of the sum of all weights; equal shares if the sum is zero."""
         is_counted = total > 0
         factor = torch.where(is_counted, own / total, 1 / num_ranks)
         return cls(factor, is_counted if own == 0 else None)
@@ -173,11 +165,7 @@ class RankWeight:
 class Bucket:
     """A flat buffer whose slices are the gradients of its parameters.
 
-    Args:
-        plan: Layout of the bucket.
-        parameters: The planned list of parameters, which `Slot.tensor` indexes.
-        names: The parameters' names, in the same order, for error messages.
-        reduction_dtype: The dtype of messages; by default the gradients' own dtype.
+    `Slot.tensor` of the plan indexes `parameters` and `names`.
     """
 
     def __init__(
@@ -221,9 +209,7 @@ class Bucket:
     def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
         """Returns this rank's summand, with zeros for missing gradients.
 
-        Args:
-            taken: Positions whose gradients `take` has already moved into the buffer.
-            weight: Weight of this rank's gradients in the average.
+        `take` has already moved the gradients of the positions in `taken`.
         """
         self._fill(taken, weight)
         if self._message_dtype == self.plan.dtype:
@@ -314,11 +300,7 @@ def reducible_gradient(
 ) -> Tensor:
     """Returns a parameter's gradient; raises if it cannot be reduced with those of other ranks.
 
-    Args:
-        parameter: The parameter whose gradient has been computed.
-        name: The parameter's name, for error messages.
-        dtype: The parameter's dtype when its container was created.
-        device: The parameter's device when its container was created.
+    `dtype` and `device` are those of the parameter when its container was created.
     """
     gradient = parameter.grad
     if gradient is None:

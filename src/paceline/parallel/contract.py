@@ -301,13 +301,8 @@ def clip_gradients(
 ) -> Tensor:
     """Clips all gradients to a total norm; returns the norm before clipping.
 
-    Args:
-        gradients: This rank's gradients; all ranks of the shard group must call this.
-        max_norm: Largest total norm that is not scaled down.
-        norm_type: 2 for the Euclidean norm, inf for the largest absolute value.
-        device: The device of the returned norm.
-        dtype: The dtype of the norm of sharded gradients, also on ranks that hold no shard.
-        error_if_nonfinite: Whether to raise, on all ranks, if the norm is not finite.
+    All ranks of the shard group must call this. `dtype` is that of the norm of sharded gradients,
+    also on ranks that hold no shard.
     """
     if gradients.shard_group is None:
         total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(device)

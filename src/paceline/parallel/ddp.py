@@ -223,9 +223,8 @@ class DataParallel(DataParallelContainer):
     def _follow_changes(self, *, agree: bool) -> None:
         """Rebuilds the buckets if parameters were frozen, unfrozen or replaced since the last pass.
 
-        Args:
-            agree: Whether all ranks run this pass, so that they can compare their models now. If
-                not, they compare when backward completes a gradient that is to be averaged.
+        With `agree`, all ranks run this pass and compare their models now; otherwise they compare
+        when backward completes a gradient that is to be averaged.
         """
         current = _trained_now(self.module)
         self._is_agreed = _is_same(current, self._agreed)

@@ -25,13 +25,7 @@ class Adder(Protocol):
 
 
 class ReplicaGradients:
-    """The gradients of one replica's parameters.
-
-    Args:
-        named_parameters: The model's parameters; frozen ones are ignored.
-        group: Sums tensors over the replicas.
-        cap_bytes: Largest bucket; None for one per dtype.
-    """
+    """The gradients of one replica's parameters."""
 
     def __init__(
         self,

@@ -42,12 +42,7 @@ from paceline.parallel.ranks.rendezvous import free_socket
 
 
 class StateTransport(HTTPTransport[Any]):  # type: ignore[misc]
-    """Serves the state of this replica on one address.
-
-    Args:
-        address: The address to listen on.
-        timeout: Timeout for fetching and serving the state.
-    """
+    """Serves the state of this replica on one address."""
 
     def __init__(self, address: str, timeout: datetime.timedelta) -> None:
         self._address = address
@@ -84,14 +79,9 @@ LOOPBACK = "127.0.0.1"
 class ReplicaGroup:
     """This replica's membership in the group of replicas.
 
-    Args:
-        number: Index of this replica in the run.
-        lighthouse: Address of the lighthouse.
-        state: Returns the state that another replica needs to heal: tensors and plain values.
-        load: Loads the state of another replica.
-        timeout_s: Time after which a replica that does not answer counts as lost.
-        quorum_timeout_s: Time to wait for others to finish their step.
-        address: The address that this replica listens on.
+    `state` returns what another replica needs to heal, tensors and plain values, and `load` takes
+    it. A replica that does not answer within `timeout_s` counts as lost; `quorum_timeout_s` is the
+    time to wait for others to finish their step.
     """
 
     def __init__(

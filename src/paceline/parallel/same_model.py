@@ -42,12 +42,7 @@ def require_same_model(
 ) -> None:
     """Raises on every rank unless all ranks have the same tensors and settings.
 
-    Args:
-        module: The model, whose parameters and buffers are compared by name, shape, strides, dtype
-            and requires_grad.
-        settings: Description of all else that must be equal, such as the bucket size.
-        group: The ranks to compare.
-        device: Device of the collectives.
+    `settings` describes all else that must be equal, such as the bucket size.
     """
     own = describe_model(module, settings)
     number = fingerprint(own)
@@ -141,12 +136,7 @@ _num_made: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Changes:
-    """Exchanges changes between a container's ranks; create instances in equal order on all ranks.
-
-    Args:
-        group_reference: The group of the ranks.
-        device: The device that they compute on.
-    """
+    """Exchanges changes between a container's ranks; create them in equal order on all ranks."""
 
     def __init__(self, group_reference: GroupReference, device: torch.device) -> None:
         self._group_reference = group_reference
@@ -157,12 +147,7 @@ class Changes:
         explain_failures(self._explain_failure)
 
     def agree(self, change: str, lines: Sequence[str]) -> bool:
-        """Waits until all ranks have posted a change; returns whether all models are now equal.
-
-        Args:
-            change: Description of the change on this rank.
-            lines: Description of this rank's model, which must be equal on all ranks.
-        """
+        """Waits until all ranks have posted a change; returns whether all models are now equal."""
         group = self._group_reference.get()
         store = _store_of(group)
         if store is None:
@@ -232,10 +217,7 @@ def describe_change(
 ) -> str:
     """Returns a description of the first change.
 
-    Args:
-        names: The current names of the parameters.
-        before: The previous parameters, and whether each was trained.
-        after: The current parameters, and whether each is trained.
+    Each parameter comes with whether it is trained.
     """
     for name, (known, was_trained), (parameter, is_trained) in zip(
         names, before, after, strict=False

@@ -28,11 +28,7 @@ from paceline.parallel.traffic import SynchronizationStats, Traffic
 
 
 class TorchTraffic:
-    """Messages and waits of a module that FSDP2 shards.
-
-    Args:
-        device: The device of the module's parameters.
-    """
+    """Messages and waits of a module that FSDP2 shards."""
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = device.type == "cpu"

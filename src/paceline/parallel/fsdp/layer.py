@@ -82,16 +82,7 @@ class LayerParameter:
 
 
 class GradientMessage:
-    """The gradients of one layer.
-
-    Args:
-        layout: Positions of the gradients.
-        parameters: The parameters of the gradients.
-        sharding: The distribution of the gradients over ranks.
-        dtype: The dtype in which they are computed.
-        reduce_dtype: The dtype in which they are sent; None for `dtype`.
-        traffic: Records messages and waits.
-    """
+    """The gradients of one layer."""
 
     def __init__(
         self,
@@ -127,9 +118,7 @@ class GradientMessage:
     def take(self, position: int, *, keep: bool) -> None:
         """Moves a complete gradient of one of the parameters into the message.
 
-        Args:
-            position: Index of the parameter.
-            keep: Whether the gradient stays local until a later pass is averaged.
+        With `keep`, the gradient stays local until a later pass is averaged.
         """
         parameter = self._parameters[position]
         gradient = reducible_gradient(
@@ -151,8 +140,7 @@ class GradientMessage:
     def send(self, weight: RankWeight | None) -> None:
         """Starts the reduce-scatter of the gradients, with zeros for missing ones.
 
-        Args:
-            weight: Weight of this rank's gradients in the average; None if all have equal weight.
+        Without a weight, all ranks have equal weight.
         """
         message = self._open
         if message is None:
@@ -210,11 +198,8 @@ class GradientMessage:
     ) -> None:
         """Adds the means to the shards' gradients.
 
-        Args:
-            total: The sum over all ranks.
-            divide: Whether to divide it by the number of ranks.
-            some_rank_had: For each parameter, whether any rank had a gradient for it; None if this
-                rank had a gradient for all trained parameters.
+        `some_rank_had` says for each parameter whether any rank had a gradient for it; None if this
+        rank had gradients for all trained parameters.
         """
         if divide:
             total[: self._layout.length].div_(self._sharding.num_ranks)
@@ -270,14 +255,7 @@ class GradientMessage:
 class ShardedLayer:
     """Parameters of one dtype that are gathered and freed together.
 
-    Args:
-        layout: Positions of the parameters.
-        named: Names and parameters, in the order of the layout.
-        sharding: The distribution of the parameters over ranks.
-        compute_dtype: The dtype of full parameters and their gradients; None for their own.
-        reduce_dtype: The dtype in which gradients are sent; None for that of the computation.
-        is_plain: Whether the shards are plain tensors, for parameters that are not sharded.
-        traffic: Records messages and waits.
+    Shards that are plain tensors, instead of DTensors, belong to parameters that are not sharded.
     """
 
     @torch.no_grad()

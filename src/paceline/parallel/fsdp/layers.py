@@ -280,12 +280,7 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 class LoadsFullTensors:
-    """Reduces loaded tensors to this rank's rows; full tensors need no communication.
-
-    Args:
-        module: The inner module, whose names the state uses.
-        layers: The layers of its parameters.
-    """
+    """Reduces loaded tensors to this rank's rows; full tensors need no communication."""
 
     def __init__(self, module: nn.Module, layers: Sequence[ShardedLayer]) -> None:
         self.are_values_missing = False

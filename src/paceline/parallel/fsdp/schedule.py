@@ -49,11 +49,7 @@ class Use:
 
 
 class ForwardPass:
-    """The modules that ran in a forward pass of the whole model.
-
-    Args:
-        synchronizes: Whether its gradients are averaged.
-    """
+    """The modules that ran in a forward pass of the whole model."""
 
     def __init__(self, *, synchronizes: bool = True) -> None:
         self.synchronizes = synchronizes
@@ -112,17 +108,7 @@ class BackwardPass:
 
 
 class Schedule:
-    """Gathers and frees layers as forward and backward reach them.
-
-    Args:
-        users: The modules that need full parameters.
-        layers: All layers.
-        sync_state: The user's requests for the next pass.
-        traffic: Records messages and waits.
-        layers_ahead: Number of modules whose layers are prefetched.
-        reshard_after_forward: Whether layers are freed between forward and backward.
-        is_distributed: Whether there are other ranks.
-    """
+    """Gathers and frees layers as forward and backward reach them."""
 
     def __init__(
         self,
@@ -227,11 +213,8 @@ class Schedule:
     ) -> None:
         """Frees the layers of a module, and registers hooks on the gradients of its output.
 
-        Args:
-            user: The module.
-            first: Number of uses that had ended when it began.
-            sources: The graph nodes that computed its inputs.
-            output: Its output.
+        `first` uses had ended when it began; `sources` are the graph nodes that computed its
+        inputs.
         """
         user.show_shards()
         for layer in user.layers:
@@ -428,10 +411,6 @@ def _add_means(layers: Sequence[ShardedLayer], *, divide: bool) -> dict[str, boo
     """Adds the received sums or means to the shards' gradients.
 
     Returns whether each trained parameter had a gradient on this rank, by name.
-
-    Args:
-        layers: All layers that may have received gradients.
-        divide: Whether to divide the sums by the number of ranks.
     """
     arrived = {
         parameter.name: position in layer.gradients.arrived

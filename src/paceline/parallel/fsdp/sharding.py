@@ -80,9 +80,7 @@ def resolve_sharding(
 ) -> tuple[dist.ProcessGroup, Sharding, Sharding]:
     """Returns the group of all ranks, and the shardings of sharded and replicated parameters.
 
-    Args:
-        where: A group, a one-dimensional mesh, or a two-dimensional one: replicate x shard.
-        device: The device of the parameters.
+    A mesh has one dimension, or two: replicate x shard.
     """
     if isinstance(where, DeviceMesh) and where.ndim == 2:
         return _two_dimensions(where)
@@ -170,10 +168,7 @@ class Piece:
 
         There are at most two pairs, regardless of the number of ranks.
 
-        Args:
-            rows: One row per rank, a slice of its flat shard.
-            full: The parameter or its gradient.
-            begin: Start of the slice in the flat shard.
+        A row of `rows` is one rank's slice of its flat shard that starts at `begin`.
         """
         if not self.num_elements:
             return
@@ -228,10 +223,8 @@ class LayerLayout:
     def rows(self, run: Run, alone: Tensor, packed: Tensor) -> Tensor:
         """Returns the receive buffer of a run, one row per rank.
 
-        Args:
-            run: The run.
-            alone: Receive buffer of parameters that are separate runs.
-            packed: Receive buffer of parameters that are gathered together.
+        `alone` receives parameters that are separate runs, `packed` those that are gathered
+        together.
         """
         if not run.is_one:
             return packed.view(self.num_shards, self.packed_length)
@@ -251,14 +244,7 @@ class LayerLayout:
 def lay_out(
     parameters: Sequence[Tensor], dtype: torch.dtype, device: torch.device, num_shards: int
 ) -> LayerLayout:
-    """Places parameters in a flat shard.
-
-    Args:
-        parameters: The parameters; only shapes and strides matter.
-        dtype: Their dtype.
-        device: Their final device.
-        num_shards: Number of ranks to shard over.
-    """
+    """Places parameters in a flat shard."""
     travels_alone = [
         parameter.is_contiguous()
         and (num_shards == 1 or parameter.numel() * dtype.itemsize >= _ALONE_BYTES)

@@ -24,11 +24,7 @@ _TOKENS = 3
 
 
 class ContextShare:
-    """This rank's share of each sequence, and attention from it to the whole sequence.
-
-    Args:
-        mesh: The ranks that share a sequence.
-    """
+    """This rank's share of each sequence, and attention from it to the whole sequence."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -47,12 +43,7 @@ class ContextShare:
         return torch.cat([parts[part] for part in self._own], dim=1)
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Returns the positions of this rank's tokens in their sequence.
-
-        Args:
-            num_tokens: Number of this rank's tokens.
-            device: The device of the result.
-        """
+        """Returns the positions of this rank's tokens in their sequence."""
         length = num_tokens // 2
         begins = [part * length for part in self._own]
         return torch.cat([torch.arange(at, at + length, device=device) for at in begins])
@@ -62,11 +53,7 @@ class ContextShare:
     ) -> Tensor:
         """Computes causal attention of this rank's queries to the keys of all ranks.
 
-        Args:
-            query: (batch, heads, tokens of this rank, head_dim).
-            key: (batch, key heads, tokens of this rank, head_dim).
-            value: Same shape as `key`.
-            implementation: The attention implementation.
+        Tensors are (batch, heads, tokens of this rank, head_dim).
         """
         length = query.shape[2] // 2
         keys, values = self.put_together(torch.stack((key, value)), dim=_TOKENS)
@@ -86,12 +73,7 @@ class ContextShare:
         return torch.cat(mixed, dim=2)
 
     def put_together(self, own: Tensor, dim: int) -> Tensor:
-        """All-gathers the ranks' parts of a sequence and restores the order of tokens.
-
-        Args:
-            own: This rank's part.
-            dim: The dimension of tokens.
-        """
+        """All-gathers the ranks' parts of a sequence and restores the order of tokens."""
         shared = DTensor.from_local(own, self._mesh, [Shard(dim)], run_check=False)
         gathered = shared.redistribute(placements=[Replicate()])
         # Each rank uses the whole sequence, so a part's gradient is the sum over all ranks.
@@ -103,9 +85,7 @@ class ContextShare:
 def apply_context_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes the attention of a model or pipeline stage span the tokens of all context ranks.
 
-    Args:
-        model: A module whose `blocks` have an `attention` like that of `TransformerLM`.
-        mesh: The context ranks.
+    Its `blocks` have an `attention` like that of `TransformerLM`.
     """
     share = ContextShare(mesh)
     for block in model.get_submodule("blocks").children():

@@ -50,16 +50,10 @@ class _Evaluation(NamedTuple):
 class Pipeline:
     """The stages of one rank, and the schedule that runs them with those of the other ranks.
 
-    Args:
-        stages: This rank's modules by stage number; rank r of p has stages r, r + p, ...
-        num_stages: Number of stages of the whole pipeline.
-        num_micro_batches: Number of equal parts of a batch that pass through the stages one after
-            another; `paceline.core.runnable` defines which numbers a layout supports.
-        loss: Loss of a micro-batch; the loss of a step is the sum.
-        group: The ranks of the pipeline, beginning with the rank of the first stage.
-        device: The device that this rank computes on.
-        forward_context: Context for forward only, such as autocast; not for backward or the loss.
-        tied: This rank's copy of the weight that the first and the last stage share.
+    Rank r of p has the stages r, r + p, ... `paceline.core.runnable` defines which numbers of
+    micro-batches a layout supports. The loss of a step is the sum of the micro-batches' losses.
+    `forward_context`, such as autocast, applies to forward, not to backward or the loss. `tied` is
+    this rank's copy of the weight that the first and the last stage share.
     """
 
     def __init__(
@@ -100,9 +94,7 @@ class Pipeline:
     def forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Computes averaged gradients on all ranks; returns the loss of the batch on all ranks.
 
-        Args:
-            tokens: The input tokens, the same batch on all ranks of the pipeline.
-            targets: The next token of each position.
+        All ranks of the pipeline pass the same batch.
         """
         self._require_even(tokens, self._num_micro_batches)
         loss = self._run(self._training.step, tokens, targets)
@@ -113,10 +105,7 @@ class Pipeline:
     def evaluate(self, tokens: Tensor, targets: Tensor, num_micro_batches: int = 1) -> Tensor:
         """Returns the loss of a batch on all ranks, and keeps no activations.
 
-        Args:
-            tokens: The same batch on all ranks of the pipeline, of any size.
-            targets: The next token of each position.
-            num_micro_batches: Number of equal parts in which to compute it.
+        All ranks of the pipeline pass the same batch, of any size.
         """
         self._require_even(tokens, num_micro_batches)
         evaluation = self._evaluation(tokens, num_micro_batches)
@@ -129,9 +118,7 @@ class Pipeline:
     def logits(self, tokens: Tensor, vocab_size: int) -> Tensor:
         """Returns the logits of a batch on all ranks.
 
-        Args:
-            tokens: The same batch on all ranks of the pipeline.
-            vocab_size: Number of logits per token.
+        All ranks of the pipeline pass the same batch.
         """
         evaluation = self._evaluation(tokens, 1)
         arguments = (tokens,) if self.is_first else ()

@@ -64,12 +64,8 @@ def apply_tensor_parallelism(
 ) -> None:
     """Splits the matrices of a model or pipeline stage in place.
 
-    Args:
-        model: A module with `blocks` like those of `TransformerLM`, and an `embedding`, a
-            `final_norm` and a `head`, or None in their places. All ranks of the mesh must have the
-            same weights.
-        mesh: The tensor ranks.
-        sequence_parallel: Whether residuals and norms are split over the sequence.
+    The model has `blocks` like those of `TransformerLM`, and an `embedding`, a `final_norm` and a
+    `head`, or None in their places. All ranks of the mesh must have the same weights.
     """
     stream: Placement = Shard(_SEQUENCE) if sequence_parallel else Replicate()
     for block in model.get_submodule("blocks").children():

@@ -113,11 +113,8 @@ _ALL_GATHER_TAG = 40_002
 class ReduceScatter(Pending):
     """A reduce-scatter in flight.
 
-    Args:
-        message: The sent tensor; it must not change until it has been sent.
-        summands: The received tensors: every rank's summand of this rank's shard, or just the sum.
-        works: The handles to wait for.
-        direct: As for `Pending`.
+    The message must not change until it has been sent. The summands are every rank's summand of
+    this rank's shard, or just the sum.
     """
 
     def __init__(
@@ -190,10 +187,8 @@ def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceSca
 def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup) -> Pending:
     """Starts an in-place all-gather of the shards of a flat tensor.
 
-    Args:
-        flat: The full tensor; on each rank, its own shard holds the values to send.
-        borders: Start of each rank's shard, in rank order, followed by the end of the last one.
-        group: The ranks.
+    On each rank, its own shard holds the values to send. `borders` are the start of each rank's
+    shard, followed by the end of the last one.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     name = "all-gather"

@@ -71,11 +71,7 @@ _MEMORY_NAME = "paceline-heartbeats"
 
 
 class Heartbeats:
-    """The heartbeats of all ranks of a host.
-
-    Args:
-        memory: Memory shared with the ranks.
-    """
+    """The heartbeats of all ranks of a host."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory

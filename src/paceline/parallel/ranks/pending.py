@@ -77,8 +77,7 @@ def collective_error(operation: str, num_bytes: int, error: RuntimeError) -> Col
 def explain_failures(explain: Callable[[], str | None]) -> None:
     """Registers a method that may explain the cause of a failed collective.
 
-    Args:
-        explain: Returns an explanation or None; its object is not kept alive.
+    It returns an explanation or None; its object is not kept alive.
     """
     _explain[:] = [reference for reference in _explain if reference() is not None]
     _explain.append(weakref.WeakMethod(explain))
@@ -90,12 +89,7 @@ _explain: list[weakref.WeakMethod[Callable[[], str | None]]] = []
 class Pending:
     """An operation in flight.
 
-    Args:
-        operation: Name of the operation, for error messages.
-        num_bytes: Size of the operation, for error messages.
-        works: The handles to wait for.
-        device: The device of the memory.
-        direct: Whether these are point-to-point messages, which report completion only to a wait.
+    Direct operations are point-to-point messages, which report completion only to a wait.
     """
 
     def __init__(
@@ -191,9 +185,6 @@ def drain(device: torch.device) -> None:
     """Waits for all operations in flight, at most for the group's timeout.
 
     Raises nothing: no caller uses the messages any more.
-
-    Args:
-        device: The device that this rank computes on.
     """
     for pending in list(_in_flight):
         pending._wait_once()

@@ -104,11 +104,7 @@ def local_placement(launcher: Launcher, rank: int, world_size: int) -> Placement
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Returns whether a launcher has, or may have, started this process as one of several ranks.
-
-    Args:
-        environment: The process's environment variables.
-    """
+    """Returns whether a launcher has, or may have, started this process as one of several ranks."""
     if "RANK" in environment:
         return True
     # A Slurm step with one task is a shell or a plain script, not one rank of several.

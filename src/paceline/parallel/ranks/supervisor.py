@@ -84,11 +84,7 @@ class Verdict:
 
 
 class RestartPolicy:
-    """Decides after each failure of one run whether to restart its ranks.
-
-    Args:
-        max_restarts: Maximum number of restarts.
-    """
+    """Decides after each failure of one run whether to restart its ranks."""
 
     def __init__(self, max_restarts: int) -> None:
         if max_restarts < 0:
@@ -99,11 +95,7 @@ class RestartPolicy:
         self._num_same = 0
 
     def judge(self, failure: Failure) -> Verdict:
-        """Returns the decision; the first restart after progress has no pause.
-
-        Args:
-            failure: The failure of the attempt that has just ended.
-        """
+        """Returns the decision; the first restart after progress has no pause."""
         if failure.is_final or failure.exit_code == UsageError.exit_code:
             return Verdict(restart=False, why="a restart would not help")
         self._num_same = self._num_same + 1 if failure.step == self._last_step else 1

@@ -35,12 +35,7 @@ from paceline.parallel.zero.flat_parameters import FlatParameters
 
 
 class ReducedGradient(Tensor):
-    """A gradient whose elements are on the ranks that own them.
-
-    Args:
-        parameter: The parameter of the gradient.
-        name: The parameter's name, for error messages.
-    """
+    """A gradient whose elements are on the ranks that own them."""
 
     parameter_name: str
     received: Tensor | None
@@ -111,12 +106,7 @@ def _reduced_in(arguments: Any) -> Any:
 
 
 class UsedParameters:
-    """Counts, for each parameter, the ranks that had a gradient.
-
-    Args:
-        num_parameters: Number of tracked parameters.
-        device: Device of the collectives.
-    """
+    """Counts, for each parameter, the ranks that had a gradient."""
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._num_parameters = num_parameters
@@ -170,15 +160,7 @@ class UsedParameters:
 
 
 class ShardedBucket:
-    """A bucket that is reduce-scattered.
-
-    Args:
-        plan: Layout of the bucket.
-        flat: Its parameters, sharded over the ranks.
-        used: Tracks which parameters had a gradient on any rank.
-        message_dtype: The dtype of the message.
-        sends_counts: Whether to send the counts of `used` after this bucket.
-    """
+    """A bucket that is reduce-scattered."""
 
     is_received_early = True
     """Whether messages use separate memory, which is freed when they have been received."""
@@ -338,10 +320,7 @@ _known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDict
 class ShardedParameters:
     """The flat parameters of one container, one object per bucket.
 
-    Args:
-        flats: The flat parameters, in the order in which the next forward pass needs them.
-        group: The ranks that hold the shards.
-        used: Tracks which parameters had a gradient on any rank.
+    They are in the order in which the next forward pass needs them.
     """
 
     def __init__(

@@ -225,12 +225,7 @@ class ShardedDataParallel(DataParallel):
 
 
 class GatherHooks:
-    """Waits for parameters before the module uses, saves or loads them.
-
-    Args:
-        root: The module.
-        parameters: Its parameters, in flight between a step and the next forward pass.
-    """
+    """Waits for parameters before the module uses, saves or loads them."""
 
     def __init__(self, root: nn.Module, parameters: ShardedParameters) -> None:
         self._root = weakref.ref(root)

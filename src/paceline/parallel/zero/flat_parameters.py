@@ -138,10 +138,8 @@ def plan_shards(
 ) -> list[ShardLayout]:
     """Lays out one flat buffer per dtype and device, and shards each over all ranks.
 
-    Args:
-        tensors: The tensors to shard.
-        loads: Bytes that each rank owns so far. `Partition.PARAMETERS` adds the bytes it assigns.
-        partition: How to shard the buffers.
+    `loads` are the bytes that each rank owns so far; `Partition.PARAMETERS` adds those that it
+    assigns.
     """
     plans = plan_buckets(tensors, cap_bytes=None)
     if partition is Partition.ELEMENTS:
@@ -188,14 +186,8 @@ class Shard:
 class FlatParameters:
     """Moves parameters into one flat tensor, and holds this rank's shards of it.
 
-    Args:
-        layout: Positions of the parameters, and borders of the ranks' shards.
-        parameters: The sharded list of parameters, which `Slot.tensor` indexes.
-        names: The parameters' names, in the same order, for error messages.
-        rank: This rank's index in the group.
-        partition: Whether shards are slices of parameters or whole parameters.
-        master_dtype: The dtype in which the optimizer updates its shards; by default the
-            parameters' own dtype.
+    `Slot.tensor` of the layout indexes `parameters` and `names`. With a master dtype, the optimizer
+    updates a copy of the shards in that dtype.
     """
 
     @torch.no_grad()
@@ -390,10 +382,6 @@ class ArrivingParameters:
 
     Readers wait until the stream that sent the values has waited. All later work in that stream,
     and in streams ordered after it, then sees the new values.
-
-    Args:
-        parameters: Parameters on one device.
-        device: The device.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:

@@ -117,10 +117,7 @@ def describe(
 ) -> dict[str, Any]:
     """Returns the checkpoint entries of an optimizer other than its state: options and layouts.
 
-    Args:
-        groups: Groups of this rank's parameters.
-        names: Names of these parameters.
-        stages: The ranks that hold the other parameters, if a pipeline divides the model.
+    If a pipeline divides the model, `stages` are the ranks that hold the other parameters.
     """
     layout = {name: _layout(parameter) for parameter, name in names.items()}
     packed = pack_groups(groups)
@@ -165,13 +162,7 @@ def load_checkpoint(
 def saved_keys(
     saved: Mapping[str, Any], prefix: str, names: Iterable[str]
 ) -> dict[str, dict[str, str]]:
-    """Returns, for each parameter, the names of its checkpoint entries by state key.
-
-    Args:
-        saved: Metadata of the checkpoint's entries, by name.
-        prefix: The key under which the optimizer was saved.
-        names: Names of the parameters.
-    """
+    """Returns, for each parameter, the names of its checkpoint entries by state key."""
     if f"{prefix}.{_GROUPS}" not in saved:
         raise OptimizerStateError(
             f"the checkpoint has no sharded optimizer under {prefix!r}; its first entries are "

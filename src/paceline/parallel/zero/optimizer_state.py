@@ -44,10 +44,7 @@ def gather_full_state(
 
     Gathers one bucket at a time, so no rank holds more than the result and one bucket.
 
-    Args:
-        groups: Groups of whole parameters.
-        parts: The inner optimizers.
-        on_all_ranks: Whether all ranks get the state, on their own devices.
+    With `on_all_ranks`, all ranks get the state, on their own devices.
     """
     require_same_options(parts)
     numbers = number_parameters(groups)
@@ -172,10 +169,7 @@ def load_options(
 ) -> None:
     """Loads saved options into groups.
 
-    Args:
-        groups: This rank's groups.
-        saved: The saved groups of all parameters.
-        lengths: Number of parameters of each group, if this rank has only some of them.
+    `lengths` are the groups' numbers of parameters, if this rank has only some of them.
     """
     lengths = [len(group["params"]) for group in groups] if lengths is None else lengths
     saved_lengths = [len(group["params"]) for group in saved]

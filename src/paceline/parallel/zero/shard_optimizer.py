@@ -149,13 +149,9 @@ class ChangedOption(NamedTuple):
 class ShardOptimizer:
     """Steps this rank's shards of flat parameters, and sends them.
 
-    Args:
-        flats: Flat parameters whose shards step together.
-        group: The ranks that hold the shards.
-        outer_groups: Groups of whole parameters, whose options apply to the shards.
-        make: Creates an optimizer from groups of shards.
-        is_awaited_elsewhere: Whether a container reduce-scatters the gradients; its next forward
-            pass waits for the sent shards, instead of the step itself.
+    The options of the outer groups, of whole parameters, apply to the shards. If a container
+    reduce-scatters the gradients, its next forward pass waits for the sent shards
+    (`is_awaited_elsewhere`), instead of the step itself.
     """
 
     def __init__(
