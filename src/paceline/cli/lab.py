@@ -24,8 +24,9 @@ from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from paceline.lab.chaos.config import ChaosConfig, Kind
+    from paceline.lab.chaos.faults import Kind
     from paceline.lab.chaos.records import ChaosAudit
+    from paceline.lab.chaos.run import ChaosConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class ChaosCommand:
         return 0 if whole.outcome == "ok" else 1
 
     def _config(self) -> "ChaosConfig":
-        from paceline.lab.chaos.config import ChaosConfig
+        from paceline.lab.chaos.run import ChaosConfig
 
         return ChaosConfig(
             command=self.command,
@@ -132,8 +133,7 @@ class ChaosCommand:
         )
 
     def _kinds(self) -> "dict[str, Kind]":
-        from paceline.lab.chaos.config import Kind
-        from paceline.lab.chaos.faults import FAULTS
+        from paceline.lab.chaos.faults import FAULTS, Kind
 
         every_s = parse_seconds(self.every, "period")
         kinds = {}

@@ -97,12 +97,7 @@ class LocalStorage:
         with self.path(name).open("rb") as file:
             file.seek(start)
             content = file.read(end - start)
-        if len(content) < end - start:
-            raise TruncatedError(
-                f"{self.path(name)} ends at byte {start + len(content)}, before byte {end}; it is "
-                "truncated: prepare the dataset again"
-            )
-        return content
+        return _whole(content, start, end, str(self.path(name)))
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Writes a temporary sibling and renames it."""
@@ -142,6 +137,15 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
 
+def _whole(content: bytes, start: int, end: int, where: str) -> bytes:
+    if len(content) < end - start:
+        raise TruncatedError(
+            f"{where} ends at byte {start + len(content)}, before byte {end}; it is truncated: "
+            "prepare the dataset again"
+        )
+    return content
+
+
 @contextlib.contextmanager
 def _writing(path: pathlib.Path) -> Iterator[None]:
     """Raises a `DataError` if a file cannot be written."""
@@ -173,12 +177,7 @@ class S3Storage:
         content = self._retried(
             name, lambda: bytes(obstore.get_range(self._store(), name, start=start, end=end))
         )
-        if len(content) < end - start:
-            raise TruncatedError(
-                f"{self.url}/{name} ends at byte {start + len(content)}, before byte {end}; it is "
-                "truncated: prepare the dataset again"
-            )
-        return content
+        return _whole(content, start, end, f"{self.url}/{name}")
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Uploads an object, in parts if it is large."""

@@ -105,7 +105,7 @@ class Host:
         Args:
             command: The program and its arguments.
         """
-        return _run([*self.prefix, *command])
+        return run_command([*self.prefix, *command])
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Returns the command line that runs a command on this host and dies with this process.
@@ -130,8 +130,8 @@ def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
     _require_tools(link)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(_namespace(()))
-        _run([*switch, "ip", "link", "add", "switch", "type", "bridge"])
-        _run([*switch, "ip", "link", "set", "switch", "up"])
+        run_command([*switch, "ip", "link", "add", "switch", "type", "bridge"])
+        run_command([*switch, "ip", "link", "set", "switch", "up"])
         if link.delay_s > 0:
             _require_netem(switch)
         made = []
@@ -159,9 +159,11 @@ def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link:
     port = f"port{index}"
     holder_pid = inside[inside.index("--target") + 1]
     address = f"{_NETWORK}.{index + 1}"
-    _run([*switch, "ip", "link", "add", port, "type", "veth", "peer", "name", f"{port}-host"])
-    _run([*switch, "ip", "link", "set", f"{port}-host", "netns", holder_pid])
-    _run([*switch, "ip", "link", "set", port, "master", "switch", "up"])
+    run_command(
+        [*switch, "ip", "link", "add", port, "type", "veth", "peer", "name", f"{port}-host"]
+    )
+    run_command([*switch, "ip", "link", "set", f"{port}-host", "netns", holder_pid])
+    run_command([*switch, "ip", "link", "set", port, "master", "switch", "up"])
     host = Host(index=index, address=address, prefix=inside)
     host.run("ip", "link", "set", f"{port}-host", "name", INTERFACE)
     host.run("ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
@@ -182,10 +184,10 @@ def _shape(prefix: tuple[str, ...], device: str, link: LinkShape) -> None:
     if link.delay_s > 0:
         delay = f"{link.delay_s * 1e6:.0f}us"
         netem = ["root", "handle", "1:", "netem", "delay", delay, "limit", "100000"]
-        _run([*prefix, "tc", "qdisc", "add", "dev", device, *netem])
+        run_command([*prefix, "tc", "qdisc", "add", "dev", device, *netem])
         parent = ["parent", "1:1"]
     if link.rate_bits_per_s is not None:
-        _run([*prefix, "tc", "qdisc", "add", "dev", device, *parent, *link.bucket_arguments])
+        run_command([*prefix, "tc", "qdisc", "add", "dev", device, *parent, *link.bucket_arguments])
 
 
 @contextlib.contextmanager
@@ -253,15 +255,18 @@ def _require_tools(link: LinkShape) -> None:
 
 def _require_netem(switch: tuple[str, ...]) -> None:
     try:
-        _run([*switch, "tc", "qdisc", "add", "dev", "switch", "root", "netem", "delay", "1ms"])
+        run_command(
+            [*switch, "tc", "qdisc", "add", "dev", "switch", "root", "netem", "delay", "1ms"]
+        )
     except LabError as error:
         raise LabError(
             "--delay needs netem (sch_netem), which this kernel does not have; leave it out"
         ) from error
-    _run([*switch, "tc", "qdisc", "del", "dev", "switch", "root"])
+    run_command([*switch, "tc", "qdisc", "del", "dev", "switch", "root"])
 
 
-def _run(command: list[str]) -> str:
+def run_command(command: list[str]) -> str:
+    """Runs a command and returns its output; raises a `LabError` if it fails."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if result.returncode != 0:
         shown = " ".join(command)

@@ -1,31 +1,34 @@
-"""The faults that chaos can inject into a run, and how each is reverted.
+"""The faults that chaos can inject into a run, how each is reverted, and when each is due.
 
 `FAULTS` lists them by name. To add one, write a context manager that injects the fault, yields a
 description of its target and reverts the fault, and add it to `FAULTS`. `paceline lab chaos` offers
-it as soon as it has an option of the same name: a duration, or a flag.
+it as soon as it has an option of the same name: a duration, or a flag. The times and targets of all
+faults of a run are drawn from a seed before it starts.
 """
 
 import contextlib
 import dataclasses
+import heapq
 import os
 import pathlib
 import random
 import shutil
 import signal
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from paceline.checkpoint.storage import parse_step
 from paceline.core.errors import UsageError
 from paceline.core.units import MB
 from paceline.lab.chaos.processes import marked_processes, ranks_of, send
-from paceline.lab.network import INTERFACE, Host, LabError, LinkShape
+from paceline.lab.network import INTERFACE, Host, LabError, LinkShape, run_command
 from paceline.training.run_files import CHECKPOINTS
 
 _FEWEST_CHECKPOINTS = 2
 """The damaged one, and one to fall back on."""
 _FILLER = ".chaos-filler"
+# Periods vary between half and one and a half times, so that faults do not synchronise with steps.
+_JITTER = 0.5
 _SLOW = LinkShape(rate_bits_per_s=50e6)
 _LOSS = ("-i", INTERFACE, "-m", "statistic", "--mode", "random", "--probability", "0.02")
 
@@ -143,6 +146,41 @@ FAULTS: dict[str, FaultType] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Period and duration of one kind of fault."""
+
+    every_s: float
+    lasts_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.every_s > 0 or self.lasts_s < 0:
+            raise UsageError("a fault needs a positive period and no negative duration")
+
+
+def schedule(kinds: Mapping[str, Kind], *, seed: int, for_s: float) -> Iterator[Fault]:
+    """Yields the faults of the first `for_s` seconds in chronological order."""
+    # Each kind has its own random stream, so that omitting one does not change the others.
+    streams = [
+        _stream(kind, settings, random.Random(f"{seed} {kind}"), for_s)
+        for kind, settings in kinds.items()
+    ]
+    merged = heapq.merge(*streams, key=lambda fault: fault.due_s)
+    for number, fault in enumerate(merged, start=1):
+        yield dataclasses.replace(fault, number=number)
+
+
+def _stream(kind: str, settings: Kind, chance: random.Random, for_s: float) -> Iterator[Fault]:
+    due_s = 0.0
+    while True:
+        due_s += settings.every_s * chance.uniform(1 - _JITTER, 1 + _JITTER)
+        if due_s >= for_s:
+            return
+        yield Fault(
+            number=0, kind=kind, due_s=due_s, lasts_s=settings.lasts_s, choice=chance.random()
+        )
+
+
 def _signal_process(run: TargetRun, fault: Fault, number: signal.Signals) -> tuple[int, str] | None:
     """Signals one process; returns its pid and a description, or None if there was none."""
     targets = (marked_processes if run.any_process else ranks_of)(run.mark)
@@ -191,7 +229,8 @@ def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
         raise UsageError(f"{directory} is not empty; --disk-full needs the directory of a new run")
     if os.geteuid() != 0:
         raise LabError("--disk-full mounts a tmpfs, which needs root")
-    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "paceline-chaos", str(directory))
+    options = ["-t", "tmpfs", "-o", f"size={size_bytes}"]
+    run_command(["mount", *options, "paceline-chaos", str(directory)])
     try:
         yield
     finally:
@@ -199,7 +238,7 @@ def small_disk(directory: pathlib.Path, size_bytes: int) -> Iterator[None]:
         with tempfile.TemporaryDirectory(dir=directory.parent) as beside:
             kept = pathlib.Path(beside) / "kept"
             shutil.copytree(directory, kept)
-            _run("umount", "--lazy", str(directory))
+            run_command(["umount", "--lazy", str(directory)])
             for entry in kept.iterdir():
                 entry.rename(directory / entry.name)
 
@@ -222,9 +261,3 @@ def fill(directory: pathlib.Path) -> int:
 def free(directory: pathlib.Path) -> None:
     """Releases the space taken by `fill`."""
     (directory / _FILLER).unlink(missing_ok=True)
-
-
-def _run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    if result.returncode != 0:
-        raise LabError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")

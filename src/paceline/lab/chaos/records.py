@@ -4,8 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator
 
-from paceline.lab.chaos.config import ChaosConfig
-from paceline.lab.chaos.run import ChaosOutcome, InjectedFault
+from paceline.lab.chaos.run import ChaosConfig, ChaosOutcome, InjectedFault
 from paceline.records import CaseValue, Environment, Metric, Record
 from paceline.training.audit import audit_run
 from paceline.training.metrics import MetricsFile, StepRow

@@ -1,7 +1,8 @@
 import pytest
 
 from paceline.core import UsageError
-from paceline.lab.chaos.config import ChaosConfig, Kind, schedule
+from paceline.lab.chaos.faults import Kind, schedule
+from paceline.lab.chaos.run import ChaosConfig
 
 KINDS: dict[str, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
 

@@ -58,9 +58,15 @@ def test_what_outlives_its_parent_is_found_and_ended(mark: str) -> None:
     assert marked_processes(mark) == []
 
 
-def _state(pid: int) -> str:
-    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0]
+def _becomes(pid: int, *, stopped: bool) -> bool:
+    """Waits for a process to be stopped or to run: the kernel delivers signals with a delay."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        if (stat.rpartition(")")[2].split()[0] == "T") == stopped:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_a_stopped_rank_continues_when_the_fault_ends(mark: str, tmp_path: pathlib.Path) -> None:
@@ -71,8 +77,8 @@ def test_a_stopped_rank_continues_when_the_fault_ends(mark: str, tmp_path: pathl
         fault = Fault(number=1, kind="stop", due_s=0.0, lasts_s=1.0, choice=0.5)
         with FAULTS["stop"].inject(run, fault) as target:
             assert target == "process 1 of 1"
-            assert _state(rank) == "T"
-        assert _state(rank) != "T"
+            assert _becomes(rank, stopped=True)
+        assert _becomes(rank, stopped=False)
     finally:
         end_all(mark, 0.0)
         process.wait()
