@@ -28,25 +28,15 @@ from paceline.data.sampling import IndexArray, rank_range
 _Item = TypeVar("_Item")
 
 
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _End:
-    pass
-
-
 class Prefetcher(Generic[_Item]):
     """Reads items from an iterator in a thread, a bounded number ahead.
 
-    Args:
-        items: The iterator, which the thread takes over, and closes at the end if it has `close`.
-        depth: Number of items to prefetch.
+    The thread takes over the iterator, and closes it at the end if it has `close`.
     """
 
     def __init__(self, items: Iterator[_Item], depth: int) -> None:
-        ready: queue.SimpleQueue[_Item | _Failure | _End] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[tuple[_Item, None] | tuple[None, BaseException]]
+        ready = queue.SimpleQueue()
         room = threading.Semaphore(depth)
         stop = threading.Event()
         # The thread has no reference to `self`; otherwise the owner could never be collected.
@@ -67,15 +57,12 @@ class Prefetcher(Generic[_Item]):
     def __next__(self) -> _Item:
         if self._is_over:
             raise StopIteration
-        made = self._ready.get()
+        item, error = self._ready.get()
         self._room.release()
-        if isinstance(made, _Failure):
+        if error is not None:
             self.close()
-            raise made.error
-        if isinstance(made, _End):
-            self.close()
-            raise StopIteration
-        return made
+            raise error
+        return item
 
     def close(self) -> None:
         """Ends the thread and waits for it."""
@@ -85,7 +72,7 @@ class Prefetcher(Generic[_Item]):
 
 def _make_items(
     items: Iterator[_Item],
-    ready: "queue.SimpleQueue[_Item | _Failure | _End]",
+    ready: "queue.SimpleQueue[tuple[_Item, None] | tuple[None, BaseException]]",
     room: threading.Semaphore,
     stop: threading.Event,
 ) -> None:
@@ -97,12 +84,9 @@ def _make_items(
             if stop.is_set():
                 return
             try:
-                ready.put(next(items))
-            except StopIteration:
-                ready.put(_End())
-                return
-            except BaseException as error:
-                ready.put(_Failure(error))
+                ready.put((next(items), None))
+            except BaseException as error:  # StopIteration as well: it ends the consumer's loop.
+                ready.put((None, error))
                 return
 
 

@@ -9,7 +9,7 @@ in a table of all blocks in source order.
 import bisect
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from paceline.data.prepare.job import (
     DOCUMENT,
     MOST_EXAMPLES,
     NUM_BUCKETS,
+    BlockCounts,
     BlockFiles,
     Job,
     PieceResult,
@@ -125,34 +126,25 @@ def num_partitions(num_documents: int) -> int:
     return partitions
 
 
-def partition_tasks(job: Job, plan_id: str, num_partitions: int) -> list[DuplicatesTask]:
-    """Returns the tasks for `find_duplicates`."""
-    return [
-        DuplicatesTask(
-            job=job,
-            plan_id=plan_id,
-            number=number,
-            num_partitions=num_partitions,
-            label=f"duplicates, partition {number} of {num_partitions}",
-        )
-        for number in range(num_partitions)
-    ]
+def plan_duplicates(
+    job: Job, plan_id: str, blocks: Sequence[BlockCounts]
+) -> tuple[list[DuplicatesTask], list[DuplicatesTask]]:
+    """Returns the tasks for `find_duplicates`, and those for `gather_duplicates` after them."""
+    partitions = num_partitions(sum(sum(block.num_documents.values()) for block in blocks))
 
+    def tasks(labels: Iterable[str]) -> list[DuplicatesTask]:
+        return [
+            DuplicatesTask(
+                job=job, plan_id=plan_id, number=number, num_partitions=partitions, label=label
+            )
+            for number, label in enumerate(labels)
+        ]
 
-def group_tasks(
-    job: Job, plan_id: str, num_partitions: int, num_blocks: int
-) -> list[DuplicatesTask]:
-    """Returns the tasks for `gather_duplicates`."""
-    return [
-        DuplicatesTask(
-            job=job,
-            plan_id=plan_id,
-            number=number,
-            num_partitions=num_partitions,
-            label=f"duplicates of block {number * GROUP_BLOCKS} and following",
-        )
-        for number in range(_num_groups(num_blocks))
-    ]
+    firsts = range(0, len(blocks), GROUP_BLOCKS)
+    return (
+        tasks(f"duplicates, partition {each} of {partitions}" for each in range(partitions)),
+        tasks(f"duplicates of block {first} and following" for first in firsts),
+    )
 
 
 def _num_groups(num_blocks: int) -> int:

@@ -33,9 +33,7 @@ from paceline.data.prepare.duplicates import (
     GroupResult,
     find_duplicates,
     gather_duplicates,
-    group_tasks,
-    num_partitions,
-    partition_tasks,
+    plan_duplicates,
     write_table,
 )
 from paceline.data.prepare.engines import Engine, TaskT, open_engine
@@ -81,11 +79,9 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
         if not blocks:
             raise _nothing_left(config, merge_dropped(dropped))
         plan_id = write_table(job, tasks, pieces)
-        partitions = num_partitions(sum(sum(block.num_documents.values()) for block in blocks))
-        _run_all(engine, find_duplicates, partition_tasks(job, plan_id, partitions))
-        groups = _run_all(
-            engine, gather_duplicates, group_tasks(job, plan_id, partitions, len(blocks))
-        )
+        partition_tasks, group_tasks = plan_duplicates(job, plan_id, blocks)
+        _run_all(engine, find_duplicates, partition_tasks)
+        groups = _run_all(engine, gather_duplicates, group_tasks)
         dropped += [group.dropped for group in groups]
         kept = _without_duplicates(blocks, groups)
         shard_tasks = plan_shards(job, plan_id, kept.tokens)

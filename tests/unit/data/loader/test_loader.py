@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import pathlib
 import pickle
 import subprocess
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import data_seek
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +23,8 @@ from paceline.data.loader.batches import Batch, BatchReader
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import Prefetcher, TokenLoader
 from paceline.data.sampling import SampleStream
+from studies.data import seek
+from studies.harness.study import in_fresh_process
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 LENGTH = 10
@@ -330,21 +330,18 @@ def test_a_program_ends_while_the_thread_waits(end: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("context", data_seek.CONTEXTS)
+@pytest.mark.parametrize("context", seek.CONTEXTS)
 def test_a_sample_of_very_many_is_read_at_once(tmp_path: pathlib.Path, context: int) -> None:
     # The manifest lists 10^5 shards; only the files that are needed exist.
-    num_samples = (data_seek.NUM_SHARDS * data_seek.SHARD_TOKENS - 1) // context
-    first = data_seek.FIRST_SAMPLE
+    num_samples = (seek.NUM_SHARDS * seek.SHARD_TOKENS - 1) // context
+    first = seek.FIRST_SAMPLE
     stream = SampleStream([num_samples], weights=[1], seed=0)
-    _, samples = stream.locate(np.arange(first, first + data_seek.BATCH))
-    data_seek.write_sparse_dataset(
-        tmp_path / "dataset", (samples * context // data_seek.SHARD_TOKENS).tolist()
+    _, samples = stream.locate(np.arange(first, first + seek.BATCH))
+    seek.write_sparse_dataset(
+        tmp_path / "dataset", (samples * context // seek.SHARD_TOKENS).tolist()
     )
-    command = [sys.executable, data_seek.__file__, "unused"]
-    command += ["--seek", str(tmp_path / "dataset"), str(context)]
     rounds = [
-        json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        for _ in range(3)
+        in_fresh_process(seek.seek, str(tmp_path / "dataset"), context, first) for _ in range(3)
     ]
     # 42 ms on an idle machine. Other load disturbs only one of the two clocks. Reading something
     # of every shard would take seconds.
