@@ -304,7 +304,7 @@ def training_panel() -> str:
     progress = Progress(run.expected)
     for row in run.rows:
         if row.step <= run.expected.num_steps * 2 // 3:
-            progress.note(row)
+            progress.log(row)
     console = Console(file=io.StringIO(), width=96)
     with console.capture() as captured:
         console.print(RunPanel("run", progress))

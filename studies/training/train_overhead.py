@@ -34,7 +34,7 @@ from paceline.training.loop import train
 from paceline.training.metrics import MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
 from paceline.training.parallelize import build
-from paceline.training.run_checkpointer import RunStates
+from paceline.training.run_checkpointer import RunCheckpointer
 from paceline.training.signals import StopRequest
 from studies.harness.runs import local_session, write_config
 from studies.harness.study import PACELINE
@@ -112,10 +112,10 @@ class TakeTurns:
         self.bare_s: list[float] = []
         self._began = time.perf_counter()
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Receives a row from the trainer; a step row also triggers a bare step."""
         if self._metrics is not None:
-            self._metrics.note(row)
+            self._metrics.log(row)
         if isinstance(row, StepRow):
             self.trainer_s.append(time.perf_counter() - self._began)
             dist.barrier()
@@ -133,7 +133,7 @@ def run_both(rank: int, world_size: int, config: RunConfig) -> dict[str, list[fl
     pathlib.Path(config.out).mkdir(parents=True, exist_ok=True)
     metrics = FileObserver(MetricsFile(f"{config.out}/metrics.jsonl")) if rank == 0 else None
     turns = TakeTurns(BareLoop(config, session), metrics)
-    states = RunStates(config, session, f"{config.out}/checkpoints", f"{config.out}/diverged")
+    states = RunCheckpointer(config, session, f"{config.out}/checkpoints", f"{config.out}/diverged")
     with StopRequest(config.checkpoint.grace_s) as stop:
         train(config, session, build(config, session), states, turns, stop)
     return {"trainer": turns.trainer_s[WARMUP:], "bare": turns.bare_s[WARMUP:]}

@@ -11,16 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
+from paceline.health.errors import AgreedError
 from paceline.parallel import Session
 from paceline.parallel.ranks.placement import local_placement
 from paceline.training.config import RunConfig
-from paceline.training.health.checksum import held_tensors
-from paceline.training.health.errors import AgreedError
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics import EventRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
-from paceline.training.parallelize import Trainee, build
-from paceline.training.run_checkpointer import RunStates
+from paceline.training.parallelize import TrainState, build
+from paceline.training.run_checkpointer import RunCheckpointer
 from paceline.training.signals import StopRequest
 
 
@@ -37,14 +36,14 @@ class BitFlip:
     """Index among the tensor's bits, modulo their number."""
 
 
-def flip_bit(trainee: Trainee, flip: BitFlip) -> str:
+def flip_bit(train_state: TrainState, flip: BitFlip) -> str:
     """Flips the bit on this rank and returns the tensor's name."""
-    held = [
+    tensors = [
         each
-        for each in held_tensors(trainee)
+        for each in train_state.tensors()
         if (" of " in each.name) == (flip.where == "state") and each.values.numel()
     ]
-    chosen = held[flip.tensor % len(held)]
+    chosen = tensors[flip.tensor % len(tensors)]
     content = chosen.values.detach().view(-1).view(torch.uint8)
     bit = flip.bit % (8 * len(content))
     content[bit // 8] ^= 1 << bit % 8
@@ -94,9 +93,9 @@ class AfterSteps:
         self._metrics = metrics
         self._actions = actions
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         if self._metrics is not None:
-            self._metrics.note(row)
+            self._metrics.log(row)
         if isinstance(row, StepRow) and row.step in self._actions:
             self._actions.pop(row.step)()
 
@@ -122,16 +121,16 @@ def train_faulty(
     out = pathlib.Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     metrics = FileObserver(MetricsFile(out / "metrics.jsonl")) if rank == 0 else None
-    trainee = build(config, session)
-    own = {f.step: (lambda f=f: flip_bit(trainee, f)) for f in flips if f.rank == rank}
-    trainee.module.register_forward_hook(PoisonHook([p for p in poisons if p.rank == rank]))
-    states = RunStates(config, session, str(out / "checkpoints"), str(out / "diverged"))
+    train_state = build(config, session)
+    own = {f.step: (lambda f=f: flip_bit(train_state, f)) for f in flips if f.rank == rank}
+    train_state.module.register_forward_hook(PoisonHook([p for p in poisons if p.rank == rank]))
+    checkpointer = RunCheckpointer(config, session, str(out / "checkpoints"), str(out / "diverged"))
     try:
         with (
             mock.patch.object(TorchLoader, "__next__", _leaving_out(left_out)),
             StopRequest(config.checkpoint.grace_s) as stop,
         ):
-            return train(config, session, trainee, states, AfterSteps(metrics, own), stop)
+            return train(config, session, train_state, checkpointer, AfterSteps(metrics, own), stop)
     except AgreedError as error:
         return str(error)
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
 from paceline.training.metrics import EventRow, MetricsFile
-from paceline.training.run_checkpointer import RunStates
+from paceline.training.run_checkpointer import RunCheckpointer
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
 Pools = Callable[[int], RankPool]
@@ -53,9 +53,9 @@ class _Lost(BaseException):
 
 def _train_until_lost(rank: int, world_size: int, config: RunConfig, *, kill: bool) -> None:
     """Trains until memory has a state that is not on disk, and ends."""
-    keep = RunStates.keep_in_memory
+    keep = RunCheckpointer.save_in_memory
 
-    def keep_and_end(states: RunStates, step: int, *rest: Any) -> None:
+    def keep_and_end(states: RunCheckpointer, step: int, *rest: Any) -> None:
         if step == LAST_IN_MEMORY:
             # The state in memory records which step is on disk; a slow disk may not have it yet.
             states._checkpointer.wait()
@@ -66,7 +66,10 @@ def _train_until_lost(rank: int, world_size: int, config: RunConfig, *, kill: bo
                 os.kill(os.getpid(), signal.SIGKILL)
             raise _Lost
 
-    with mock.patch.object(RunStates, "keep_in_memory", keep_and_end), contextlib.suppress(_Lost):
+    with (
+        mock.patch.object(RunCheckpointer, "save_in_memory", keep_and_end),
+        contextlib.suppress(_Lost),
+    ):
         _train(rank, world_size, config)
 
 

@@ -105,23 +105,16 @@ def _evaluate(rank: int, world_size: int, config: RunConfig) -> list[str]:
     """Evaluates and returns the names of the parameters that are not sharded afterwards."""
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
-    trainee = build(config, session)
-    held_out = HeldOut.of(config, trainee, session.device)
+    train_state = build(config, session)
+    held_out = HeldOut.of(config, train_state, session.device)
     assert held_out is not None
-    step = TrainingStep(
-        config.training,
-        trainee.model,
-        list(trainee.optimizers.values()),
-        session.device,
-        share=trainee.share,
-        laid_out=trainee.laid_out,
-    )
-    held_out.evaluate(trainee, step.autocast)
+    step = TrainingStep(config.training, train_state, session.device)
+    held_out.evaluate(train_state, step.autocast)
 
     def is_whole(parameter: Tensor) -> bool:
         return not (isinstance(parameter, DTensor) and parameter.placements[0].is_shard())
 
-    return [name for name, each in trainee.module.named_parameters() if is_whole(each)]
+    return [name for name, each in train_state.module.named_parameters() if is_whole(each)]
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ class TrainCommand:
 
     def _train_here(self, config: "RunConfig") -> int:
         from paceline.parallel.ranks.placement import is_launched
-        from paceline.training.elastic.launch import REPLICA, run_replicas
+        from paceline.training.replica_launch import REPLICA, run_replicas
 
         if config.parallel.elastic == "replicas" and REPLICA not in os.environ:
             if self.supervise or is_launched(os.environ):
@@ -164,8 +164,8 @@ class TrainCommand:
         """Trains as one rank, or starts the ranks that train."""
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.heartbeats import beat_final
-        from paceline.training.elastic.launch import REPLICA
-        from paceline.training.health.errors import AgreedError
+        from paceline.training.replica_launch import REPLICA
+        from paceline.health.errors import AgreedError
         from paceline.training.run import run
 
         with distributed_session(
@@ -185,7 +185,7 @@ class TrainCommand:
                 # All ranks have the same error: rank 0 reports it, and ends the others.
                 time.sleep(_FIRST_RANK_SPEAKS_S)
                 raise SystemExit(error.exit_code) from None
-            if session.rank == 0 and outcome.is_spokesman:
+            if session.rank == 0 and outcome.reports:
                 if self.output.json:
                     print_json(outcome)
                 else:
@@ -242,10 +242,10 @@ class TrainCommand:
 
 def _remember(config: "RunConfig") -> None:
     """Adds a run to the history of predictions; a write error does not fail the run."""
-    from paceline.training.history import remember_run
+    from paceline.training.history import append_run_history
 
     try:
-        remember_run(config)
+        append_run_history(config)
     except RecordError as error:
         say(f"could not write the history of predictions: {error}")
 

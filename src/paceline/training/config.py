@@ -19,7 +19,7 @@ from paceline.core.strategies import (
 )
 from paceline.core.units import GB
 from paceline.data.loader.config import LoaderConfig, SourceConfig
-from paceline.training.health.config import WatchConfig
+from paceline.health.config import HealthConfig
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -346,7 +346,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
+    watch: HealthConfig = dataclasses.field(default_factory=HealthConfig)
 
     def __post_init__(self) -> None:
         if self.model.hugging_face is None:

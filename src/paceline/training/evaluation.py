@@ -20,8 +20,8 @@ from paceline.models.generation import generate
 from paceline.parallel.mesh.pipeline import Context
 from paceline.parallel.mesh.tensor import summed_loss
 from paceline.training.config import RunConfig, num_passes
-from paceline.training.data_shard import BatchShare, micro_batches
-from paceline.training.parallelize import Trainee
+from paceline.training.parallelize import DataShard, TrainState
+from paceline.training.step import micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class HeldOut:
 
     Args:
         config: Loader config, whose batch contains all held-out sequences.
-        share: This rank's share of them.
+        shard: This rank's shard of them.
         micro_batch_size: Sequences per forward pass.
         device: Device to compute on.
     """
 
     def __init__(
-        self, config: LoaderConfig, share: BatchShare, micro_batch_size: int, device: torch.device
+        self, config: LoaderConfig, shard: DataShard, micro_batch_size: int, device: torch.device
     ) -> None:
         self._config = config
         self._device = device
         self._bytes_per_token = _bytes_per_token(config)
-        self._share = share
-        rank, ranks = share.data_rank, share.data_ranks
+        self._shard = shard
+        rank, ranks = shard.data_rank, shard.data_ranks
         with TorchLoader(config, device=device, rank=rank, world_size=ranks) as loader:
             self._batch = next(loader)
         self._num_passes = num_passes(config.batch_size, ranks, micro_batch_size)
@@ -59,7 +59,9 @@ class HeldOut:
         self._is_even = config.batch_size % (ranks * self._num_passes) == 0
 
     @classmethod
-    def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "HeldOut | None":
+    def of(
+        cls, config: RunConfig, train_state: TrainState, device: torch.device
+    ) -> "HeldOut | None":
         """Returns the held-out sequences of a run; None if evaluation is off."""
         if not config.evaluation.sequences:
             return None
@@ -67,36 +69,36 @@ class HeldOut:
             config.loader("heldout"), batch_size=config.evaluation.sequences, prefetch=0
         )
         # At most a step's micro-batch, so that evaluation needs no more memory than a step.
-        largest_part = -(-config.training.batch_size // trainee.share.data_ranks)
+        largest_part = -(-config.training.batch_size // train_state.data_shard.data_ranks)
         at_a_time = min(config.training.micro_batch_size, largest_part)
-        return cls(loader, trainee.share, at_a_time, device)
+        return cls(loader, train_state.data_shard, at_a_time, device)
 
     @torch.no_grad()
-    def evaluate(self, trainee: Trainee, autocast: Context) -> Evaluation:
+    def evaluate(self, train_state: TrainState, autocast: Context) -> Evaluation:
         """Returns the loss, identical on all ranks; all ranks must call it.
 
         Args:
-            trainee: The model being trained.
+            train_state: The model being trained.
             autocast: Creates the autocast context of a forward pass.
         """
-        batch, model, share = self._batch, trainee.model, self._share
+        batch, model, shard = self._batch, train_state.model, self._shard
         passes, at_once = self._num_passes, 1
-        if trainee.stages is not None and self._is_even:
+        if train_state.stages is not None and self._is_even:
             passes, at_once = 1, passes  # Back to back through the pipeline.
         was_training = model.training
         model.eval()
         total = torch.zeros((), device=self._device)
         for tokens, targets, counts in micro_batches(batch.tokens, batch.targets, passes):
-            own, expected = share.take(tokens), share.take(targets)
-            if trainee.laid_out is not None:
-                loss = trainee.laid_out.summed_loss(
+            own, expected = shard.take(tokens), shard.take(targets)
+            if train_state.parallel_model is not None:
+                loss = train_state.parallel_model.summed_loss(
                     model, own, expected, autocast, num_micro_batches=at_once
                 )
             else:
                 with autocast():
                     logits: Tensor = model(own)
                 loss = summed_loss(logits, expected)
-            total += loss * (counts * share.loss_weight)
+            total += loss * (counts * shard.loss_weight)
         model.train(was_training)
         dist.all_reduce(total)
         mean = total.item() / (self._config.batch_size * self._config.context_length)
@@ -129,7 +131,9 @@ class Sampler:
         self._prompt = torch.tensor(tokenizer.encode_prompt(prompt), device=device)
 
     @classmethod
-    def of(cls, config: RunConfig, trainee: Trainee, device: torch.device) -> "Sampler | None":
+    def of(
+        cls, config: RunConfig, train_state: TrainState, device: torch.device
+    ) -> "Sampler | None":
         """Returns the sampler of a run; None if it has no prompt."""
         evaluation = config.evaluation
         if evaluation.sample_prompt is None:
@@ -145,7 +149,7 @@ class Sampler:
             device,
             is_compiled=config.model.compile_blocks,
         )
-        longest, room = trainee.module.max_context_length, sampler._room(trainee)
+        longest, room = train_state.module.max_context_length, sampler._room(train_state)
         if len(sampler._prompt) >= room:
             cut = "" if room == longest else f", of which the layout's ranks can split {room:,}"
             raise UsageError(
@@ -154,44 +158,44 @@ class Sampler:
             )
         return sampler
 
-    def sample(self, trainee: Trainee, autocast: Context) -> str:
+    def sample(self, train_state: TrainState, autocast: Context) -> str:
         """Returns the continuation; all ranks must call it, as each may hold a part of the model.
 
         Args:
-            trainee: The model being trained.
+            train_state: The model being trained.
             autocast: Creates the autocast context of a forward pass.
         """
-        was_training = trainee.model.training
-        trainee.model.eval()
+        was_training = train_state.model.training
+        train_state.model.eval()
         # Compiled blocks would be recompiled for every length.
         as_written = torch.compiler.set_stance("force_eager") if self._is_compiled else None
-        laid_out, room = trainee.laid_out, self._room(trainee)
+        parallel_model, room = train_state.parallel_model, self._room(train_state)
 
         def filled(tokens: Tensor) -> Tensor:
-            assert laid_out is not None
+            assert parallel_model is not None
             # Attention is causal: padding after a token does not affect it.
             whole = F.pad(tokens, (0, room - tokens.shape[1]))
-            return laid_out.logits(trainee.model, whole, autocast)[:, : tokens.shape[1]]
+            return parallel_model.logits(train_state.model, whole, autocast)[:, : tokens.shape[1]]
 
         with autocast(), as_written or contextlib.nullcontext():
             made = generate(
-                trainee.module,
+                train_state.module,
                 self._prompt,
                 min(self._num_tokens, room - len(self._prompt)),
                 temperature=0,
-                forward=trainee.model if laid_out is None else filled,
-                cached=laid_out is None,
+                forward=train_state.model if parallel_model is None else filled,
+                cached=parallel_model is None,
             )
             # Do not stop at the end of the document: all ranks must run the same number of passes.
             tokens = list(made)
-        trainee.model.train(was_training)
+        train_state.model.train(was_training)
         end = self._tokenizer.end_of_document
         return self._tokenizer.decode(itertools.takewhile(lambda token: token != end, tokens))
 
-    def _room(self, trainee: Trainee) -> int:
+    def _room(self, train_state: TrainState) -> int:
         """Returns the length of prompt and continuation, rounded to what the mesh can split."""
-        room, longest = len(self._prompt) + self._num_tokens, trainee.module.max_context_length
-        divisor = 1 if trainee.laid_out is None else trainee.laid_out.divisor
+        room, longest = len(self._prompt) + self._num_tokens, train_state.module.max_context_length
+        divisor = 1 if train_state.parallel_model is None else train_state.parallel_model.divisor
         room += -room % divisor
         return room if longest is None else min(room, longest - longest % divisor)
 

@@ -20,7 +20,7 @@ from paceline.training.metrics import Expectation
 from paceline.training.run_files import EXPECTATION, last_record
 
 
-def remember_run(config: RunConfig) -> None:
+def append_run_history(config: RunConfig) -> None:
     """Adds the predicted quantities of a finished run to the history."""
     path = history_path()
     append_history(path, predicted_and_measured(config, read_history(path)))

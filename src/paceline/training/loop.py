@@ -4,12 +4,13 @@
     metrics row > compare ranks > evaluation and checkpoint if due > agree on whether to continue
 
 Everything that ranks must agree on (loss, whether to update, whether to stop) is a result of the
-step itself, so that no rank ever leaves the loop alone. The checks made meanwhile are in `watch/`.
-
-Samples step metrics that are expensive to measure, every few steps.
+step itself, so that no rank ever leaves the loop alone. The checks made meanwhile are those of
+`paceline.health`. Elastic replicas join the loop through `paceline.training.replicas`, which agrees
+on the members of each step and on whether it commits.
 """
 
 import dataclasses
+import pathlib
 import time
 from typing import Literal
 
@@ -18,18 +19,31 @@ from torch import nn
 
 from paceline.core.host_memory import resident_bytes
 from paceline.data.loader.torch_batches import TorchLoader
+from paceline.health.config import HealthConfig
+from paceline.health.hang import Watchdog
+from paceline.health.monitor import HealthMonitor
 from paceline.parallel import Session
 from paceline.parallel.ranks.heartbeats import Phase, beat, beat_step
 from paceline.parallel.strategies import record_statistics, synchronization_stats
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut, Sampler
-from paceline.training.health.monitor import Watch
-from paceline.training.metrics import CHECKPOINT, SAVED, STARTED, EvaluationRow, EventRow, StepRow
+from paceline.training.metrics import (
+    CHECKPOINT,
+    LOST,
+    SAVED,
+    STARTED,
+    EvaluationRow,
+    EventRow,
+    MetricsFile,
+    StepRow,
+)
 from paceline.training.observers import Observer
 from paceline.training.optimizers import learning_rate_factor, set_learning_rate
-from paceline.training.parallelize import Trainee
+from paceline.training.parallelize import TrainState
 from paceline.training.recovery import Recovery
-from paceline.training.run_checkpointer import RunStates
+from paceline.training.replicas import ReplicaData, Replicas, replica_health
+from paceline.training.run_checkpointer import RunCheckpointer
+from paceline.training.run_files import METRICS, STACKS
 from paceline.training.signals import StopRequest
 from paceline.training.step import TrainingStep
 
@@ -95,7 +109,7 @@ class RunOutcome:
     """Number of completed steps."""
     loss: float
     """Loss of the last step."""
-    is_spokesman: bool = True
+    reports: bool = True
     """Whether this rank reports the outcome if it is rank 0. Every replica has a rank 0, and one of
     them reports."""
 
@@ -103,62 +117,68 @@ class RunOutcome:
 def train(
     config: RunConfig,
     session: Session,
-    trainee: Trainee,
-    states: RunStates,
+    train_state: TrainState,
+    checkpointer: RunCheckpointer,
     observer: Observer,
     stop: StopRequest,
+    replicas: Replicas | None = None,
 ) -> RunOutcome:
     """Trains from the newest saved state to the last step, or until the run is asked to stop.
 
     Args:
         config: The run.
         session: Distributed session of this rank.
-        trainee: The model and its optimizers, as built.
-        states: Saves and restores the state of the run.
+        train_state: The model and its optimizers, as built.
+        checkpointer: Saves and restores the state of the run.
         observer: Receives the metrics rows.
         stop: Whether the run was asked to stop.
+        replicas: The replicas that share each step, if the run is elastic.
     """
     num_steps = config.training.steps
-    watch = Watch(config, session, trainee)
-    runner = TrainingStep(
-        config.training,
-        trainee.model,
-        list(trainee.optimizers.values()),
-        session.device,
-        watch,
-        share=trainee.share,
-        laid_out=trainee.laid_out,
-    )
-    held_out = HeldOut.of(config, trainee, session.device)
-    sampler = Sampler.of(config, trainee, session.device)
+    shard = train_state.data_shard
+    health = config.watch if replicas is None else replica_health(config.watch)
+    monitor = make_monitor(config, health, session, train_state)
+    runner = TrainingStep(config.training, train_state, session.device, monitor, replicas)
+    held_out = HeldOut.of(config, train_state, session.device)
+    sampler = Sampler.of(config, train_state, session.device)
     probe = StepProbe(
-        trainee.model, session.device, config.logging.every_steps, enabled=session.rank == 0
+        train_state.model,
+        session.device,
+        config.logging.every_steps,
+        enabled=session.rank == 0 and replicas is None,
     )
-    with (
-        TorchLoader(
+    data: TorchLoader | ReplicaData
+    if replicas is None:
+        data = TorchLoader(
             config.loader(),
             device=session.device,
-            rank=trainee.share.data_rank,
-            world_size=trainee.share.data_ranks,
-        ) as loader,
-        watch.dog,
-    ):
-        recovery = Recovery(config, states, trainee, loader, observer, watch)
-        step = states.restore(trainee, loader)
-        observer.note(EventRow(step=step, name=STARTED, message=_start(step, session)))
-        _tell(observer, step, states)
-        watch.hold()
-        result = None
+            rank=shard.data_rank,
+            world_size=shard.data_ranks,
+        )
+    else:
+        data = replicas.data
+    with data, monitor.watchdog:
+        recovery = Recovery(config, checkpointer, train_state, data, observer, monitor)
+        if replicas is None:
+            step = checkpointer.restore(train_state, data)
+            observer.log(EventRow(step=step, name=STARTED, message=_start(step, session)))
+            _log_notices(observer, step, checkpointer)
+        else:
+            step = replicas.join(lambda: checkpointer.restore(train_state, data))
+        monitor.update_checksum()
+        loss = float("nan")
         first_step = step
         ended = time.perf_counter()
         while step < num_steps:
             began = time.perf_counter()
-            watch.begin_step()
+            if replicas is not None and (step := replicas.begin_step()) >= num_steps:
+                break
+            monitor.begin_step()
             beat(Phase.DATA)
-            batch = next(loader)
+            batch = next(data)
             received = time.perf_counter()
             factor = learning_rate_factor(config.schedule, step, num_steps)
-            set_learning_rate(trainee.optimizers.values(), factor)
+            set_learning_rate(train_state.optimizers.values(), factor)
             probe.prepare(step + 1)
             result = runner.run(
                 batch.tokens,
@@ -166,35 +186,43 @@ def train(
                 stop=stop.received is not None,
                 digest=batch.digest or 0,
             )
-            if watch.refusal is not None:
-                step = recovery.after_refusal(step, result, batch, runner)
+            if not result.is_committed:
+                continue  # A replica was lost: the others repeat the step.
+            if monitor.skip_reason is not None:
+                if replicas is not None:
+                    raise replicas.diverged(step, result.loss, result.gradient_norm)
+                step = recovery.after_skip(step, result, batch, runner)
                 continue
             step += 1
-            watch.hold()
+            loss = result.loss
+            first_sample, num_tokens = batch.first_sample, step * config.tokens_per_step
+            if replicas is not None:
+                first_sample, num_tokens = replicas.after_update()
+            monitor.update_checksum()
             before, ended = ended, time.perf_counter()
             seen = probe.look(step)
-            observer.note(
+            observer.log(
                 StepRow(
                     step=step,
-                    tokens=step * config.tokens_per_step,
+                    tokens=num_tokens,
                     loss=result.loss,
                     gradient_norm=result.gradient_norm,
                     learning_rate=config.optimizer.learning_rate * factor,
                     step_time_s=ended - before,
                     data_wait_s=received - began,
-                    first_sample=batch.first_sample,
+                    first_sample=first_sample,
                     data_digest=f"{result.digest:016x}",
                     exposed_communication_s=seen.exposed_communication_s,
                     memory_bytes=seen.memory_bytes,
                 )
             )
             beat_step(step, step - first_step)
-            for name, message in watch.findings(step, result):
-                observer.note(EventRow(step=step, name=name, message=message))
+            for name, message in monitor.findings(step, result.loss):
+                observer.log(EventRow(step=step, name=name, message=message))
             is_last = step == num_steps or result.stop
             saves = is_last or step % config.checkpoint.every_steps == 0
             keeps = saves or config.checkpoint.is_due_in_memory(step)
-            if (damage := watch.find_damage(step, at_once=keeps)) is not None:
+            if (damage := monitor.find_damage(step, at_once=keeps)) is not None:
                 step = recovery.after_damage(step, damage)
                 continue
             if held_out is not None and (
@@ -202,9 +230,9 @@ def train(
             ):
                 began = time.perf_counter()
                 beat(Phase.EVALUATION)
-                found = held_out.evaluate(trainee, runner.autocast)
-                sample = None if sampler is None else sampler.sample(trainee, runner.autocast)
-                observer.note(
+                found = held_out.evaluate(train_state, runner.autocast)
+                sample = None if sampler is None else sampler.sample(train_state, runner.autocast)
+                observer.log(
                     EvaluationRow(
                         step=step,
                         loss=found.loss,
@@ -213,29 +241,52 @@ def train(
                         time_s=time.perf_counter() - began,
                     )
                 )
+            # One replica saves. A lost one may have saved the step before the others repeated it.
+            if replicas is not None and saves:
+                saves = replicas.members.rank == 0 and not checkpointer.is_saved(step)
             if saves:
                 began = time.perf_counter()
                 beat(Phase.SAVE)
-                states.save(step, trainee, loader)
+                checkpointer.save(step, train_state, data)
                 stall_s = time.perf_counter() - began
-                observer.note(
+                observer.log(
                     EventRow(step=step, name=SAVED, message=f"step {step}", time_s=stall_s)
                 )
-            elif keeps:
-                states.keep_in_memory(step, trainee, loader)
-                _tell(observer, step, states)
+            elif config.checkpoint.is_due_in_memory(step):
+                checkpointer.save_in_memory(step, train_state, data)
+                _log_notices(observer, step, checkpointer)
             if is_last:
                 break
         beat(Phase.END)
-        states.finish()
+        checkpointer.finish()
+    reports = replicas is None or replicas.close()
     reason: Literal["finished", "stopped"] = "finished" if step == num_steps else "stopped"
-    observer.note(EventRow(step=step, name=reason, message=f"after step {step}"))
-    return RunOutcome(reason=reason, step=step, loss=result.loss if result else float("nan"))
+    observer.log(EventRow(step=step, name=reason, message=f"after step {step}"))
+    return RunOutcome(reason=reason, step=step, loss=loss, reports=reports)
 
 
-def _tell(observer: Observer, step: int, states: RunStates) -> None:
-    for notice in states.take_notices():
-        observer.note(EventRow(step=step, name=CHECKPOINT, message=notice))
+def make_monitor(
+    config: RunConfig, health: HealthConfig, session: Session, train_state: TrainState
+) -> HealthMonitor:
+    """Returns the monitor of a rank, which logs a lost rank among the run's metrics."""
+    out = pathlib.Path(config.out)
+
+    def report_lost(step: int, message: str) -> None:
+        MetricsFile(out / METRICS).append(EventRow(step=step, name=LOST, message=message))
+
+    watchdog = Watchdog(
+        rank=session.rank,
+        world_size=session.world_size,
+        stacks=out / STACKS,
+        report=report_lost,
+        timeout_s=health.step_timeout_s,
+    )
+    return HealthMonitor(health, train_state.tensors, session.device, session.world_size, watchdog)
+
+
+def _log_notices(observer: Observer, step: int, checkpointer: RunCheckpointer) -> None:
+    for notice in checkpointer.take_notices():
+        observer.log(EventRow(step=step, name=CHECKPOINT, message=notice))
 
 
 def _start(step: int, session: Session) -> str:

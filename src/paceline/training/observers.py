@@ -31,7 +31,7 @@ from paceline.training.metrics import (
 class Observer(Protocol):
     """Receives the rows of a run."""
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Receives a row."""
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class FileObserver:
     def __init__(self, metrics: MetricsFile) -> None:
         self._metrics = metrics
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Writes a row; a start event first drops the rows after the state that it resumes from."""
         if isinstance(row, EventRow) and row.name == STARTED:
             self._go_back(row.step)
@@ -89,7 +89,7 @@ class LogObserver:
         self._write = write
         self._recent: list[StepRow] = []
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Prints a row if it is due."""
         if isinstance(row, EventRow):
             self._write(f"paceline: {row.name} {row.message}\n")
@@ -139,9 +139,9 @@ class Observers:
         self._observers = list(observers)
         self._warn = warn or _say
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Passes a row to all observers that have not failed."""
-        self._tell(f"at step {row.step}", lambda observer: observer.note(row))
+        self._tell(f"at step {row.step}", lambda observer: observer.log(row))
 
     def close(self) -> None:
         """Closes all observers that have not failed."""
@@ -166,7 +166,7 @@ def _say(line: str) -> None:
     sys.stderr.write(line)
 
 
-class RestartTeller:
+class RestartLogger:
     """Forwards rows, and adds an event per restart before the first step that follows.
 
     Args:
@@ -181,19 +181,20 @@ class RestartTeller:
         self._joined_s = self._loaded_s = joined_s
         self._step = 0
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Forwards a row."""
         if isinstance(row, EventRow) and row.name == STARTED:
             self._loaded_s = time.monotonic()
             self._step = row.step
         elif isinstance(row, StepRow) and self._restarts:
             for restart in self._restarts:
-                self._observer.note(self._event(restart, is_last=restart is self._restarts[-1]))
+                self._observer.log(self._event(restart, is_last=restart is self._restarts[-1]))
             self._restarts.clear()
-        self._observer.note(row)
+        self._observer.log(row)
 
     def close(self) -> None:
-        """Does nothing: a restart that no step followed is reported by a later attempt."""
+        """Closes the observer; a restart that no step followed is reported by a later attempt."""
+        self._observer.close()
 
     def _event(self, restart: Restart, *, is_last: bool) -> EventRow:
         failure = restart.failure

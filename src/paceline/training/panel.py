@@ -55,7 +55,7 @@ class Progress:
         self._recent: collections.deque[StepRow] = collections.deque(maxlen=_RECENT_STEPS)
         self._is_first = True
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Processes a row."""
         self.step = row.step
         if isinstance(row, EventRow):
@@ -64,9 +64,9 @@ class Progress:
         elif isinstance(row, EvaluationRow):
             self.evaluation = row
         else:
-            self._note_step(row)
+            self._log_step(row)
 
-    def _note_step(self, row: StepRow) -> None:
+    def _log_step(self, row: StepRow) -> None:
         self.last = row
         self.losses.append(row.loss)
         if row.memory_bytes is not None:
@@ -201,9 +201,9 @@ class PanelObserver:
         # Drawn only when a row arrives: a refresh thread would take time from training.
         self._live = Live(console=console, auto_refresh=False)
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Processes a row, and redraws unless that would take too much time."""
-        self._progress.note(row)
+        self._progress.log(row)
         if not self._live.is_started:
             self._live.start()
         if not isinstance(row, StepRow) or time.monotonic() >= self._next_s:

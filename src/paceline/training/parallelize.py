@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.runnable import needs_mesh
 from paceline.core.strategies import StrategyName
+from paceline.health.checksum import StateTensor, state_tensors
 from paceline.models import TransformerLM
 from paceline.models.hugging_face.adapter import HuggingFaceLM
 from paceline.models.layers import RMSNorm
@@ -46,13 +47,12 @@ from paceline.parallel.mesh.pipeline import Context, Loss, Pipeline
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.strategies import apply_strategy
 from paceline.training.config import RunConfig
-from paceline.training.data_shard import BatchShare
 from paceline.training.layout import layout_of
 from paceline.training.optimizers import make_optimizers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaidOut:
+class ParallelModel:
     """Distribution of a model over ranks that differ in more than their data."""
 
     groups: MeshGroups
@@ -276,9 +276,9 @@ def autocast(
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def lay_out(
+def parallelize(
     config: RunConfig, session: Session, model: TransformerLM, layout: ParallelLayout
-) -> tuple[TransformerLM | TransformerStage, LaidOut]:
+) -> tuple[TransformerLM | TransformerStage, ParallelModel]:
     """Returns this rank's part of a model, and the mesh that the model is laid over.
 
     Args:
@@ -300,14 +300,14 @@ def lay_out(
         forward_context=lambda: autocast(config.training.precision, session.device),
         compile_blocks=config.model.compile_blocks,
     )
-    laid_out = LaidOut(
+    parallel_model = ParallelModel(
         groups=groups, pipeline=pipeline, vocab_size=model.shape.vocab_size, loss_scale=scale
     )
     if pipeline is None:
-        return model, laid_out
+        return model, parallel_model
     own = [stage.get_submodule("blocks") for stage in pipeline.stages.values()]
     numbers = [int(name) for blocks in own for name, _ in blocks.named_children()]
-    return TransformerStage(model, numbers, has_embedding=pipeline.tied is not None), laid_out
+    return TransformerStage(model, numbers, has_embedding=pipeline.tied is not None), parallel_model
 
 
 def place_model(
@@ -352,12 +352,58 @@ def place_model(
     return pipeline
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataShard:
+    """One rank's share of every batch."""
+
+    data_rank: int
+    """Index of the part it reads, of `data_ranks` parts; several ranks may read the same part."""
+    data_ranks: int
+    gradient_ranks: int
+    """Number of ranks over which gradients are averaged: those with different tokens."""
+    loss_weight: float
+    """Weight of its loss in the sum over ranks: several ranks may compute the same loss."""
+    counts_data: bool
+    """Whether this rank adds its sequences to the step's digest: one rank per data-parallel rank
+    does."""
+    context: ContextShare | None = None
+    """This rank's tokens of each sequence; None if it has all."""
+
+    @classmethod
+    def of_data_parallel(cls, rank: int, world_size: int) -> Self:
+        """Returns the share of a rank in a purely data-parallel run."""
+        return cls(
+            data_rank=rank,
+            data_ranks=world_size,
+            gradient_ranks=world_size,
+            loss_weight=1.0,
+            counts_data=True,
+        )
+
+    @classmethod
+    def of_mesh(cls, groups: MeshGroups) -> Self:
+        """Returns the share of a rank on a mesh."""
+        at = groups.at
+        return cls(
+            data_rank=groups.data_rank,
+            data_ranks=groups.data_ranks,
+            gradient_ranks=groups.gradient_ranks,
+            loss_weight=1 / (groups.layout.tensor * groups.layout.pipeline),
+            counts_data=at.tensor == at.context == at.pipeline == 0,
+            context=None if groups.context is None else ContextShare(groups.context),
+        )
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Returns this rank's part of the tokens of whole sequences."""
+        return tokens if self.context is None else self.context.take(tokens)
+
+
 _ON_MESH: StrategyName = "torch_fsdp2"
 """Strategy reported for a model on a mesh: like FSDP2, no rank holds a whole copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trainee:
+class TrainState:
     """A model, its wrapper, and its optimizers."""
 
     module: TransformerLM | HuggingFaceLM | TransformerStage
@@ -367,19 +413,23 @@ class Trainee:
     optimizers: dict[str, Optimizer]
     """Optimizers by their names in checkpoints."""
     strategy: StrategyName
-    share: BatchShare
-    """This rank's share of each batch."""
-    laid_out: LaidOut | None = None
+    data_shard: DataShard
+    """This rank's shard of each batch."""
+    parallel_model: ParallelModel | None = None
     """The mesh that the model is on; None if ranks are only data-parallel."""
 
     @property
     def stages(self) -> dist.ProcessGroup | None:
         """Process group of the pipeline's ranks; None if every rank has all blocks."""
-        mesh = None if self.laid_out is None else self.laid_out.groups.pipeline
+        mesh = None if self.parallel_model is None else self.parallel_model.groups.pipeline
         return None if mesh is None else mesh.get_group()
 
+    def tensors(self) -> list[StateTensor]:
+        """Returns this rank's weights and optimizer state, for checksums."""
+        return state_tensors(self.model, self.optimizers.values(), self.strategy)
 
-def build(config: RunConfig, session: Session) -> Trainee:
+
+def build(config: RunConfig, session: Session) -> TrainState:
     """Builds the model of a run on this rank."""
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -387,14 +437,14 @@ def build(config: RunConfig, session: Session) -> Trainee:
     if needs_mesh(layout):
         with torch.device("meta"):
             whole = _make_transformer(config)
-        own, laid_out = lay_out(config, session, whole, layout)
-        return Trainee(
+        own, parallel_model = parallelize(config, session, whole, layout)
+        return TrainState(
             module=own,
             model=own,
             optimizers=make_optimizers(config.optimizer, _ON_MESH, own),
             strategy=_ON_MESH,
-            share=BatchShare.of_mesh(laid_out.groups),
-            laid_out=laid_out,
+            data_shard=DataShard.of_mesh(parallel_model.groups),
+            parallel_model=parallel_model,
         )
     # 1. The same weights on every rank and at any world size.
     torch.manual_seed(config.training.seed)
@@ -406,12 +456,12 @@ def build(config: RunConfig, session: Session) -> Trainee:
     strategy = config.parallel.strategy_on(session.world_size)
     model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
     optimizers = make_optimizers(config.optimizer, strategy, model)
-    return Trainee(
+    return TrainState(
         module=module,
         model=model,
         optimizers=optimizers,
         strategy=strategy,
-        share=BatchShare.of_data_parallel(session.rank, session.world_size),
+        data_shard=DataShard.of_data_parallel(session.rank, session.world_size),
     )
 
 

@@ -41,7 +41,7 @@ class RecordObserver:
         self._session = session
         self._expected = expected
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Writes the record from the rows of all attempts when the last step is done."""
         if not isinstance(row, EventRow) or row.name != FINISHED:
             return

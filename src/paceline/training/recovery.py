@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
+from paceline.data.loader.torch_batches import TorchBatch
+from paceline.health.errors import CorruptionError, DivergedError
+from paceline.health.monitor import HealthMonitor
 from paceline.parallel.dtensor import local_tensor
 from paceline.training.config import RunConfig
-from paceline.training.health.errors import CorruptionError, DivergedError
-from paceline.training.health.monitor import Watch
 from paceline.training.metrics import (
     CORRUPTED,
     FIRST_SAMPLE,
@@ -32,8 +32,8 @@ from paceline.training.metrics import (
     EventRow,
 )
 from paceline.training.observers import Observer
-from paceline.training.parallelize import Trainee
-from paceline.training.run_checkpointer import RunStates
+from paceline.training.parallelize import TrainState
+from paceline.training.run_checkpointer import Position, RunCheckpointer
 from paceline.training.step import StepResult, TrainingStep
 
 _MOST_RANKS = 4
@@ -105,37 +105,37 @@ class Recovery:
 
     Args:
         config: The run.
-        states: Saves and restores the state of the run.
-        trainee: The model and its optimizers.
+        checkpointer: Saves and restores the state of the run.
+        train_state: The model and its optimizers.
         loader: Loader of the training data.
         observer: Receives the metrics rows.
-        watch: The watch that detected the failure.
+        monitor: The monitor that detected the failure.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        states: RunStates,
-        trainee: Trainee,
-        loader: TorchLoader,
+        checkpointer: RunCheckpointer,
+        train_state: TrainState,
+        loader: Position,
         observer: Observer,
-        watch: Watch,
+        monitor: HealthMonitor,
     ) -> None:
         self._config = config.watch
         self._batch_size = config.training.batch_size
-        self._states = states
-        self._trainee = trainee
+        self._checkpointer = checkpointer
+        self._trainee = train_state
         self._loader = loader
         self._observer = observer
-        self._watch = watch
+        self._monitor = monitor
         self._saves_every = config.checkpoint.every_steps
         self._in_a_row = 0
-        self._num_taken = -1
+        self._num_applied = -1
         """Number of applied steps before the last skipped batch."""
         self._restored: int | None = None
         """Step of the last rollback that skipped samples."""
 
-    def after_refusal(
+    def after_skip(
         self, step: int, result: StepResult, batch: TorchBatch, runner: TrainingStep
     ) -> int:
         """Returns the step to continue from after a rejected step, or raises.
@@ -146,20 +146,20 @@ class Recovery:
             batch: Batch of the rejected step.
             runner: Runner that computed it.
         """
-        if self._watch.refusal == "corrupted":
-            return self.after_damage(step, self._watch.explain_corruption())
-        if (damage := self._watch.find_damage(step, at_once=True)) is not None:
+        if self._monitor.skip_reason == "corrupted":
+            return self.after_damage(step, self._monitor.explain_corruption())
+        if (damage := self._monitor.find_damage(step, at_once=True)) is not None:
             return self.after_damage(step, damage)
-        is_spike = self._watch.refusal == "spike"
+        is_spike = self._monitor.skip_reason == "spike"
         answer = self._config.on_spike if is_spike else self._config.on_nonfinite
         what = f"step {step + 1}: the loss is {result.loss:g}"
         if is_spike:
-            what += f", above the spike limit {self._watch.spike_limit:g}"
+            what += f", above the spike limit {self._monitor.spike_limit:g}"
         else:
             what += f", the gradient norm {result.gradient_norm:g}"
         why = "no batch may be skipped"
         if answer == "skip" and self._may_skip():
-            self._note_skipped(step, batch.first_sample, self._batch_size, what)
+            self._log_skipped(step, batch.first_sample, self._batch_size, what)
             return step
         if answer == "rollback" and self._may_go_back(step):
             restored = self._leave_out_window(what)
@@ -168,7 +168,7 @@ class Recovery:
             why = "there is no checkpoint to roll back to"
         elif self._in_a_row:
             why = f"{self._in_a_row} in a row"
-        kept = self._states.keep_diverged(step, self._trainee, self._loader)
+        kept = self._checkpointer.save_diverged(step, self._trainee, self._loader)
         if not is_spike:
             why = _explain(runner, self._trainee, batch)
         raise DivergedError(
@@ -188,9 +188,9 @@ class Recovery:
         if self._config.on_corruption == "rollback":
             restored = self._roll_back(f"after corruption at step {step}")
             if restored is not None:
-                self._observer.note(EventRow(step=restored, name=CORRUPTED, message=what))
+                self._observer.log(EventRow(step=restored, name=CORRUPTED, message=what))
                 return restored
-        self._observer.note(EventRow(step=step, name=CORRUPTED, message=what))
+        self._observer.log(EventRow(step=step, name=CORRUPTED, message=what))
         raise CorruptionError(
             f"corruption {what}; nothing was saved since. Run the same command again to resume "
             "from the newest checkpoint, without the host of a rank that is corrupted twice"
@@ -205,22 +205,22 @@ class Recovery:
         first = self._loader.state_dict()[_CONSUMED]
         self._loader.load_state_dict(after)
         self._restored = restored
-        self._note_skipped(restored, first, after[_CONSUMED] - first, what)
+        self._log_skipped(restored, first, after[_CONSUMED] - first, what)
         return restored
 
     def _roll_back(self, reason: str) -> int | None:
         """Restores the newest checkpoint; returns its step, or None if there is none yet."""
-        restored = self._states.roll_back(self._trainee, self._loader)
+        restored = self._checkpointer.roll_back(self._trainee, self._loader)
         if restored is not None:
             message = f"rolled back to step {restored}, {reason}"
-            self._observer.note(EventRow(step=restored, name=STARTED, message=message))
-            self._watch.hold()
+            self._observer.log(EventRow(step=restored, name=STARTED, message=message))
+            self._monitor.update_checksum()
         return restored
 
     def _may_skip(self) -> bool:
         """Counts skips without an applied step in between; returns whether one more is allowed."""
-        is_next = self._num_taken == self._watch.num_taken
-        self._num_taken = self._watch.num_taken
+        is_next = self._num_applied == self._monitor.num_applied
+        self._num_applied = self._monitor.num_applied
         return self._count(is_next=is_next)
 
     def _may_go_back(self, step: int) -> bool:
@@ -232,13 +232,13 @@ class Recovery:
         self._in_a_row = self._in_a_row + 1 if is_next else 1
         return self._in_a_row <= self._config.most_in_a_row
 
-    def _note_skipped(self, step: int, first: int, number: int, what: str) -> None:
+    def _log_skipped(self, step: int, first: int, number: int, what: str) -> None:
         """Records skipped samples under the next step.
 
         A run that resumes from `step` drops this event, because it reads the samples again.
         """
         last = first + number - 1
-        self._observer.note(
+        self._observer.log(
             EventRow(
                 step=step + 1,
                 name=SKIPPED,
@@ -248,10 +248,10 @@ class Recovery:
         )
 
 
-def _explain(runner: TrainingStep, trainee: Trainee, batch: TorchBatch) -> str:
+def _explain(runner: TrainingStep, train_state: TrainState, batch: TorchBatch) -> str:
     last = batch.first_sample + len(batch.tokens) - 1
     return explain_nonfinite(
-        trainee.module,
+        train_state.module,
         lambda: runner.forward_and_backward(batch.tokens, batch.targets),
         f"samples {batch.first_sample:,} to {last:,}",
     )

@@ -46,12 +46,13 @@ from paceline.training.observers import (
     LogObserver,
     Observer,
     Observers,
-    RestartTeller,
+    RestartLogger,
 )
 from paceline.training.panel import PanelObserver
 from paceline.training.parallelize import build
 from paceline.training.record import RecordObserver
-from paceline.training.run_checkpointer import RunStates
+from paceline.training.replicas import Replicas, Reporter
+from paceline.training.run_checkpointer import RunCheckpointer
 from paceline.training.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -175,17 +176,21 @@ def _run(
         expected = expect(config, session, num_ranks, predicted, final_loss)
         return Observers(_begin(config, session, expected))
 
-    # With replicas, the one that reports opens them later.
-    observers = Observers([]) if session.rank or is_elastic else open_observers()
+    observer: Observer
+    if is_elastic:
+        observer = reporter = Reporter(directory / METRICS, open_observers)
+    else:
+        observers = Observers([]) if session.rank else open_observers()
+        observer = RestartLogger(observers, restarts, joined_s)
     try:
-        trainee = build(config, session)
-        states = RunStates(config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED))
+        train_state = build(config, session)
+        checkpointer = RunCheckpointer(
+            config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED)
+        )
+        replicas = None
         if is_elastic:
-            from paceline.training.elastic.loop import train_replica  # Needs torchft.
-
-            return train_replica(config, session, trainee, states, open_observers, stop)
-        teller = RestartTeller(observers, restarts, joined_s)
-        return train(config, session, trainee, states, teller, stop)
+            replicas = Replicas(config, train_state, session.device, reporter)
+        return train(config, session, train_state, checkpointer, observer, stop, replicas)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -194,7 +199,7 @@ def _run(
             f"rank {session.rank} is out of memory{need}; {MEMORY_REMEDY}"
         ) from error
     finally:
-        observers.close()
+        observer.close()
 
 
 def _begin(config: RunConfig, session: Session, expected: Expectation) -> list[Observer]:

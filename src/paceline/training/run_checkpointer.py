@@ -33,7 +33,7 @@ from paceline.parallel import Session
 from paceline.parallel.ranks.collectives import from_first
 from paceline.records.codecs import UNDECODABLE
 from paceline.training.config import RunConfig
-from paceline.training.parallelize import Trainee
+from paceline.training.parallelize import TrainState
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class Position(Protocol):
         """Restores a position."""
 
 
-class RunStates:
+class RunCheckpointer:
     """Saves and restores the states of one run.
 
     Every rank creates one and makes the same calls.
@@ -142,21 +142,21 @@ class RunStates:
             self._memory.notices.clear()
         return notices
 
-    def save(self, step: int, trainee: Trainee, loader: Position) -> None:
+    def save(self, step: int, train_state: TrainState, loader: Position) -> None:
         """Saves the state after a step; training may continue immediately."""
-        self._checkpointer.save(step, *self._state(trainee, loader))
+        self._checkpointer.save(step, *self._state(train_state, loader))
 
     def is_saved(self, step: int) -> bool:
         """Returns whether a step is on disk."""
         return step in self._checkpointer.place.steps()
 
-    def keep_in_memory(self, step: int, trainee: Trainee, loader: Position) -> None:
+    def save_in_memory(self, step: int, train_state: TrainState, loader: Position) -> None:
         """Saves the state after a step in host memory; a failure does not end the run."""
         assert self._memory is not None
         on_disk = self._checkpointer.published_step
-        self._memory.save(step, *self._state(trainee, loader), on_disk=on_disk)
+        self._memory.save(step, *self._state(train_state, loader), on_disk=on_disk)
 
-    def keep_diverged(self, step: int, trainee: Trainee, loader: Position) -> str:
+    def save_diverged(self, step: int, train_state: TrainState, loader: Position) -> str:
         """Saves the state before a failed step, apart from the checkpoints; returns the location.
 
         Its data position is after the failed batch, so that a run that resumes from it skips the
@@ -164,15 +164,15 @@ class RunStates:
         """
         self._checkpointer.wait()
         with Checkpointer(self._diverged, keep=1, asynchronous=False) as checkpointer:
-            checkpointer.save(step, *self._state(trainee, loader))
+            checkpointer.save(step, *self._state(train_state, loader))
         return self._diverged
 
-    def restore(self, trainee: Trainee, loader: Position) -> int:
+    def restore(self, train_state: TrainState, loader: Position) -> int:
         """Restores the newest intact state; returns its step, or 0 if there is none."""
-        restored = self._restore_from_memory(trainee) or self._restore_from_disk(trainee)
+        restored = self._restore_from_memory(train_state) or self._restore_from_disk(train_state)
         return self._take_over(restored, loader) or 0
 
-    def roll_back(self, trainee: Trainee, loader: Position) -> int | None:
+    def roll_back(self, train_state: TrainState, loader: Position) -> int | None:
         """Restores the newest checkpoint during a run; returns its step, or None if there is none.
 
         Discards states in host memory, because they belong to the abandoned part of the run.
@@ -180,7 +180,7 @@ class RunStates:
         self._checkpointer.wait()
         if self._memory is not None:
             self._memory.forget()
-        return self._take_over(self._restore_from_disk(trainee), loader)
+        return self._take_over(self._restore_from_disk(train_state), loader)
 
     def _take_over(self, restored: Restored | None, loader: Position) -> int | None:
         if restored is None or restored.identity["data"] is None:
@@ -198,31 +198,33 @@ class RunStates:
         if self._memory is not None:
             self._memory.finish()
 
-    def _restore_from_disk(self, trainee: Trainee) -> Restored | None:
+    def _restore_from_disk(self, train_state: TrainState) -> Restored | None:
         return load_newest_valid(
-            self._place, lambda source: self._load(source, trainee), self._checkpointer.group
+            self._place, lambda source: self._load(source, train_state), self._checkpointer.group
         )
 
-    def _restore_from_memory(self, trainee: Trainee) -> Restored | None:
+    def _restore_from_memory(self, train_state: TrainState) -> Restored | None:
         if self._memory is None:
             return None
         steps = from_first(self._checkpointer.place.steps, self._checkpointer.group)
         on_disk = self._checkpointer.published_step = steps[0] if steps else -1
-        restored = self._memory.load(lambda source: self._load(source, trainee), on_disk)
+        restored = self._memory.load(lambda source: self._load(source, train_state), on_disk)
         if restored is None and steps:
             self._memory.notices.append("restored from disk")
         return restored
 
-    def _state(self, trainee: Trainee, loader: Position) -> tuple[dict[str, Any], Json, Json]:
+    def _state(
+        self, train_state: TrainState, loader: Position
+    ) -> tuple[dict[str, Any], Json, Json]:
         """Returns the state, the run's metadata, and this rank's metadata."""
         identity = msgspec.structs.replace(self._identity, data=loader.state_dict())
         return (
-            training_state(trainee.model, trainee.optimizers, trainee.stages),
+            training_state(train_state.model, train_state.optimizers, train_state.stages),
             msgspec.to_builtins(identity),
             {"random": capture_random_state()},
         )
 
-    def _load(self, source: Source, trainee: Trainee) -> None:
+    def _load(self, source: Source, train_state: TrainState) -> None:
         saved = identity_of(source.checkpoint)
         if difference := saved.difference(self._identity):
             raise UsageError(
@@ -230,8 +232,8 @@ class RunStates:
                 f"model: {difference}; change out, or the model"
             )
         has_trained = saved.data is not None
-        optimizers = trainee.optimizers if has_trained else {}
-        load_training_state(source, trainee.model, optimizers, trainee.stages)
+        optimizers = train_state.optimizers if has_trained else {}
+        load_training_state(source, train_state.model, optimizers, train_state.stages)
 
 
 def _identity(config: RunConfig) -> RunIdentity:

@@ -117,7 +117,7 @@ class TensorBoardSink:
         self._expected = expected
         self._writer: SummaryWriter | None = None
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Writes a row."""
         writer = self._writer or self._open(row.step)
         for name, value in row_values(row, self._expected).items():
@@ -162,7 +162,7 @@ class WandbSink:
         self._run: Any = None
         self._exit_code = 1
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Logs the values of a row."""
         if self._run is None:
             self._run = self._open()
@@ -226,7 +226,7 @@ class MlflowSink:
         self._status = "KILLED"
         self._waiting: list[Any] = []
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         """Buffers the values of a row, and sends the buffer if it is due."""
         from mlflow.entities import Metric
 

@@ -4,31 +4,35 @@ Phases on every rank:
 
 1. The rank's sequences go through the model in micro-batches. Each loss is scaled so that the
    average over ranks is the mean over all tokens of the batch, even if some ranks have more.
+   Strategies that shard parameters communicate in every pass. Ranks whose shards of a batch differ
+   by a sequence therefore run the same number of passes, if necessary with one that does not count.
 2. Gradients are averaged in the last micro-batch; earlier micro-batches only accumulate them.
 3. One all-reduce sums everything that ranks must agree on: the loss, whether to stop, and the notes
-   of the run's guard. From these sums, all ranks decide identically whether to apply the update.
+   of the health monitor. From these sums, all ranks decide identically whether to apply the update.
 4. The optimizers step, on all ranks or on none.
+
+Elastic replicas sum gradients and numbers over their own group instead, which outlives any of them,
+and then agree on whether the step commits: it does not if a replica was lost while it ran.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from paceline.data.audit import DIGEST_PARTS, join_digest, split_digest
+from paceline.health.monitor import HealthMonitor
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.strategies import clip_grad_norm, without_synchronization
-from paceline.training.config import StepConfig
-from paceline.training.data_shard import BatchShare, micro_batches
-from paceline.training.parallelize import LaidOut, autocast
+from paceline.training.config import StepConfig, num_passes
+from paceline.training.parallelize import TrainState, autocast
+from paceline.training.replicas import Replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,8 @@ class StepResult:
     """Whether any rank was asked to stop."""
     digest: int
     """Digest of the sequences of all ranks."""
-    notes: tuple[float, ...] = ()
-    """Notes of the ranks' guards, summed over ranks."""
+    is_committed: bool = True
+    """Whether every sum includes all members; if not, nothing has changed."""
 
     @property
     def is_finite(self) -> bool:
@@ -52,62 +56,35 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
-class Guard(Protocol):
-    """Decides whether a step's update is applied, identically on all ranks."""
-
-    def notes(self) -> Sequence[float]:
-        """Returns this rank's numbers for the all-reduce, equally many on all ranks."""
-
-    def accepts(self, result: StepResult) -> bool:
-        """Returns whether to apply the update; all ranks decide from the same result."""
-
-
-class FiniteGuard:
-    """Accepts every step with a finite loss and finite gradients."""
-
-    def notes(self) -> Sequence[float]:
-        """Returns no notes."""
-        return ()
-
-    def accepts(self, result: StepResult) -> bool:
-        """Returns whether loss and gradient norm are finite."""
-        return result.is_finite
-
-
 class TrainingStep:
     """Runs training steps of one model on this rank.
 
     Args:
         config: Micro-batch size, precision and clipping.
-        model: The model, wrapped by a strategy.
-        optimizers: Optimizers of its parameters.
+        train_state: The model and its optimizers.
         device: Device to compute on.
-        guard: Decides which updates are applied; by default all finite ones.
-        share: This rank's share of a batch; by default that of a data-parallel rank.
-        laid_out: The mesh that the model is on, if any.
+        monitor: Decides which updates are applied; without one, all finite ones are.
+        replicas: The replicas that share each step, if the run is elastic.
     """
 
     def __init__(
         self,
         config: StepConfig,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        train_state: TrainState,
         device: torch.device,
-        guard: Guard | None = None,
-        *,
-        share: BatchShare | None = None,
-        laid_out: LaidOut | None = None,
+        monitor: HealthMonitor | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._config = config
-        self._model = model
-        self._optimizers = optimizers
+        self._model = train_state.model
+        self._optimizers = list(train_state.optimizers.values())
         self._device = device
-        self._guard = FiniteGuard() if guard is None else guard
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self._share = share or BatchShare.of_data_parallel(rank, world_size)
-        self._laid_out = laid_out
+        self._monitor = monitor
+        self._replicas = replicas
+        self._shard = train_state.data_shard
+        self._parallel_model = train_state.parallel_model
         # torch's DDP records its static graph in the first pass, which must average gradients.
-        self._has_learned = not isinstance(model, DistributedDataParallel)
+        self._has_learned = not isinstance(self._model, DistributedDataParallel)
 
     def run(
         self, tokens: Tensor, targets: Tensor, *, stop: bool = False, digest: int = 0
@@ -121,15 +98,18 @@ class TrainingStep:
             digest: Digest of this rank's sequences.
         """
         loss = self.forward_and_backward(tokens, targets)
-        read = digest if self._share.counts_data else 0
-        noted = [float(stop), *split_digest(read), *self._guard.notes()]
+        read = digest if self._shard.counts_data else 0
+        notes = () if self._monitor is None else self._monitor.notes()
+        host = torch.tensor([float(stop), *split_digest(read), *notes], dtype=torch.float64)
         beat(Phase.ALL_REDUCE)
         # With an infinite maximum norm, torch measures the norm without clipping.
         norm = self._clip(self._config.clip_norm or math.inf)
-        host = torch.tensor(noted, dtype=torch.float64)
-        counted = loss.double() * self._share.loss_weight
+        counted = loss.double() * self._shard.loss_weight
         sums = torch.cat([counted.view(1), host.to(loss.device)])
-        dist.all_reduce(sums)
+        if self._replicas is None:
+            dist.all_reduce(sums)
+        else:
+            self._replicas.add_up(sums)
         # The only device-to-host synchronization of a step.
         total, num_stops, *rest, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
         result = StepResult(
@@ -137,38 +117,40 @@ class TrainingStep:
             gradient_norm=gradient_norm,
             stop=num_stops > 0,
             digest=join_digest(rest[:DIGEST_PARTS]),
-            notes=tuple(rest[DIGEST_PARTS:]),
+            # Non-finite sums of replicas either do not commit, or are the same on all of them.
+            is_committed=self._replicas is None or self._replicas.commit(),
         )
         beat(Phase.UPDATE)
-        if self._guard.accepts(result):
+        if result.is_committed and self._should_apply(result, rest[DIGEST_PARTS:]):
             for optimizer in self._optimizers:
                 optimizer.step()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         return result
 
-    def forward_and_backward(
-        self, tokens: Tensor, targets: Tensor, passes: int | None = None
-    ) -> Tensor:
-        """Computes averaged gradients; returns this rank's part of the batch's mean loss.
+    def _should_apply(self, result: StepResult, notes: list[float]) -> bool:
+        if self._monitor is None:
+            return result.is_finite
+        return self._monitor.should_apply(result.loss, result.gradient_norm, notes)
 
-        Args:
-            tokens: Input tokens.
-            targets: Next token of each position.
-            passes: Number of passes; by default, as many as the rank with the most sequences needs.
-        """
-        share = self._share
-        batch_tokens = self._config.batch_size * tokens.shape[1]
-        passes = passes or self._config.num_passes(share.data_ranks)
-        tokens, targets = share.take(tokens), share.take(targets)
-        if self._laid_out is None:
-            return self._in_passes(tokens, targets, passes, batch_tokens)
-        with vocabulary_parallel(self._laid_out.splits_vocabulary):
-            if self._laid_out.pipeline is None:
+    def forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Computes averaged gradients; returns this rank's part of the batch's mean loss."""
+        shard, replicas = self._shard, self._replicas
+        batch_size, data_ranks = self._config.batch_size, shard.data_ranks
+        if replicas is not None:
+            batch_size, data_ranks = replicas.batch_size, replicas.members.live
+        batch_tokens = batch_size * tokens.shape[1]
+        passes = num_passes(batch_size, data_ranks, self._config.micro_batch_size)
+        tokens, targets = shard.take(tokens), shard.take(targets)
+        if self._parallel_model is None:
+            with contextlib.nullcontext() if replicas is None else replicas.summed(passes):
+                return self._in_passes(tokens, targets, passes, batch_tokens)
+        with vocabulary_parallel(self._parallel_model.splits_vocabulary):
+            if self._parallel_model.pipeline is None:
                 return self._in_passes(tokens, targets, passes, batch_tokens)
             beat(Phase.FORWARD)
-            scaled = self._laid_out.pipeline.forward_and_backward(tokens, targets)
-            return scaled / share.gradient_ranks
+            scaled = self._parallel_model.pipeline.forward_and_backward(tokens, targets)
+            return scaled / shard.gradient_ranks
 
     def _in_passes(self, tokens: Tensor, targets: Tensor, passes: int, batch_tokens: int) -> Tensor:
         """Runs the micro-batches one after the other."""
@@ -185,16 +167,16 @@ class TrainingStep:
                     logits = self._model(inputs)
                 loss = summed_loss(logits, expected)
                 # Cancels the division by the number of ranks in the gradient average.
-                scaled = loss * (self._share.gradient_ranks * counts / batch_tokens)
+                scaled = loss * (self._shard.gradient_ranks * counts / batch_tokens)
                 beat(Phase.BACKWARD)
                 scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * counts
         return total / batch_tokens
 
     def _clip(self, max_norm: float) -> Tensor:
-        if self._laid_out is None:
+        if self._parallel_model is None:
             return clip_grad_norm(self._model, max_norm)
-        return self._laid_out.clip_grad_norm(self._model, max_norm)
+        return self._parallel_model.clip_grad_norm(self._model, max_norm)
 
     def _learn_graph(self, tokens: Tensor) -> None:
         """Runs a pass without side effects, so that a resumed run rounds as if uninterrupted."""
@@ -208,3 +190,16 @@ class TrainingStep:
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Returns the autocast context of a forward pass."""
         return autocast(self._config.precision, self._device)
+
+
+def micro_batches(
+    tokens: Tensor, targets: Tensor, passes: int
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yields the inputs of each pass, their targets, and whether the pass counts."""
+    for inputs, expected in zip(
+        tokens.tensor_split(passes), targets.tensor_split(passes), strict=True
+    ):
+        if len(inputs):
+            yield inputs, expected, True
+        else:
+            yield tokens[:1], targets[:1], False

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from paceline.predict.history import read_history
-from paceline.training.history import remember_run
+from paceline.training.history import append_run_history
 from paceline.training.metrics import Expectation
 from paceline.training.run_files import CONFIG, EXPECTATION
 from paceline.training.toml_config import read_config
@@ -21,13 +21,13 @@ def test_a_run_is_remembered_once(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     shutil.copytree(RUN, tmp_path / "run")
     config = read_config(tmp_path / "run" / CONFIG, (f"out={tmp_path / 'run'}",))
     expected = msgspec.json.decode((RUN / EXPECTATION).read_bytes(), type=Expectation)
-    remember_run(config)
+    append_run_history(config)
     entries = {entry.quantity: entry for entry in read_history(history)}
     assert entries["step_time_s"].formula == expected.step_time_s
     assert entries["step_time_s"].predicted is not None
     assert entries["memory_bytes"].measured > 0
     assert all(entry.run == "run" for entry in entries.values())
-    remember_run(config)
+    append_run_history(config)
     assert len(read_history(history)) == len(entries)
 
 
@@ -39,7 +39,7 @@ def test_five_runs_correct_the_sixth(
     for number in range(6):
         shutil.copytree(RUN, tmp_path / f"run-{number}")
         out = tmp_path / f"run-{number}"
-        remember_run(read_config(out / CONFIG, (f"out={out}",)))
+        append_run_history(read_config(out / CONFIG, (f"out={out}",)))
     steps = [entry for entry in read_history(history) if entry.quantity == "step_time_s"]
     uncorrected = [entry.predicted.value for entry in steps[:5] if entry.predicted is not None]
     assert uncorrected == [entry.formula for entry in steps[:5]]

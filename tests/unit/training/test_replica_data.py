@@ -9,7 +9,7 @@ import torch
 
 from paceline.parallel.elastic import Members
 from paceline.training.config import RunConfig
-from paceline.training.elastic.data import ReplicaData
+from paceline.training.replicas import ReplicaData
 from tests.distributed.small_runs import small_run
 
 CPU = torch.device("cpu")
@@ -35,11 +35,11 @@ def _rows(
             with ReplicaData(config, 3, CPU) as data:
                 if position is not None:
                     data.load_state_dict(position)
-                members = Members(rank=rank, live=replicas, has_healed=False)
-                batch = data.next(members)
+                data.members = Members(rank=rank, live=replicas, has_healed=False)
+                batch = next(data)
                 if number in fails:
                     data.discard()
-                    batch = data.next(members)
+                    batch = next(data)
                 of_step += [row.numpy().tobytes() for row in batch.tokens]
                 data.commit()
                 assert len(of_step) <= data.batch_size(replicas)
@@ -62,15 +62,14 @@ def test_samples_come_in_one_order_whoever_takes_part(tmp_path: pathlib.Path, ba
 
 def test_what_was_read_ahead_does_not_count(tmp_path: pathlib.Path) -> None:
     with ReplicaData(_config(tmp_path, "kept"), 2, CPU) as data:
-        members = Members(rank=0, live=2, has_healed=False)
-        first = data.next(members)
+        first = next(data)
         assert data.num_samples == 0
         data.commit()
         assert data.num_samples == 6
-        data.next(members)
+        next(data)
         data.discard()
         assert data.num_samples == 6
         with ReplicaData(_config(tmp_path, "kept"), 2, CPU) as other:
             other.load_state_dict(data.state_dict())
             assert other.num_samples == 6
-            assert not torch.equal(other.next(members).tokens, first.tokens)
+            assert not torch.equal(next(other).tokens, first.tokens)

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from paceline.training.elastic import launch
+from paceline.training import replica_launch as launch
 
 FAILURES = 7
 SCRIPT = f"""
 import pathlib, sys
-from paceline.training.elastic.launch import note_first_step
+from paceline.training.replica_launch import note_first_step
 starts = pathlib.Path(sys.argv[1])
 starts.write_text(starts.read_text() + "x")
 if sys.argv[2] == "trains":

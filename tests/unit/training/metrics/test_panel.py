@@ -21,10 +21,10 @@ def _shown(width: int = 80, encoding: str = "utf-8", **known: Any) -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=file, force_terminal=True, width=width, color_system=None)
     panel = PanelObserver("run", expectation(**known), console)
-    panel.note(started())
+    panel.log(started())
     for step in range(1, 41):
-        panel.note(step_row(step, exposed_communication_s=0.05, memory_bytes=2**29))
-    panel.note(evaluation_row(40))
+        panel.log(step_row(step, exposed_communication_s=0.05, memory_bytes=2**29))
+    panel.log(evaluation_row(40))
     panel.close()
     file.flush()
     drawn = file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]

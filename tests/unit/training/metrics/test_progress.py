@@ -11,10 +11,10 @@ from tests.unit.training.metrics.row_factory import expectation, started, step_r
 
 def _after(losses: list[float], times: list[float] | None = None) -> Progress:
     progress = Progress(expectation(num_steps=1000))
-    progress.note(started())
+    progress.log(started())
     for step, loss in enumerate(losses, start=1):
         time_s = 0.5 if times is None else times[step - 1]
-        progress.note(step_row(step, loss=loss, step_time_s=time_s))
+        progress.log(step_row(step, loss=loss, step_time_s=time_s))
     return progress
 
 
@@ -34,8 +34,8 @@ def test_the_first_step_of_an_attempt_does_not_count() -> None:
     progress = _after([4.0, 4.0, 4.0], [9.0, 0.5, 0.5])
     assert progress.step_time is not None
     assert progress.step_time.value == 0.5
-    progress.note(started(2))
-    progress.note(step_row(3, step_time_s=9.0))
+    progress.log(started(2))
+    progress.log(step_row(3, step_time_s=9.0))
     assert progress.left is not None
     assert progress.left.value == 997 * 0.5
     assert progress.left.low is None

@@ -37,10 +37,10 @@ def test_only_a_finished_run_leaves_a_record(config: RunConfig) -> None:
     store = RecordStore(pathlib.Path(config.out) / "record.jsonl")
     rows = [started(), step_row(1), step_row(2), step_row(3, memory_bytes=2**20), evaluation_row(3)]
     for row in [*rows, EventRow(step=3, name="stopped", message=".")]:
-        file.note(row)
-        record.note(row)
+        file.log(row)
+        record.log(row)
     assert not store.path.exists()
-    record.note(EventRow(step=3, name="finished", message="."))
+    record.log(EventRow(step=3, name="finished", message="."))
     (made,) = store.read()
     assert made.case["model"] == "bytes-6M"
     assert made.case["strategy"] == "bucketed"

@@ -4,14 +4,14 @@ import time
 
 from paceline.parallel.ranks.supervisor import Failure, Restart
 from paceline.training.metrics import EventRow, MetricsRow, StepRow
-from paceline.training.observers import RestartTeller
+from paceline.training.observers import RestartLogger
 
 
 class _Listener:
     def __init__(self) -> None:
         self.rows: list[MetricsRow] = []
 
-    def note(self, row: MetricsRow) -> None:
+    def log(self, row: MetricsRow) -> None:
         self.rows.append(row)
 
     def close(self) -> None:
@@ -47,10 +47,10 @@ def test_restarts_are_told_of_before_the_first_step() -> None:
     now = time.monotonic()
     listener = _Listener()
     # The first of the two restarts did not reach a step.
-    teller = RestartTeller(listener, [_restart(1, now - 3), _restart(2, now - 1)], now - 0.5)
-    teller.note(EventRow(step=20, name="started", message=""))
-    teller.note(_step(21))
-    teller.note(_step(22))
+    teller = RestartLogger(listener, [_restart(1, now - 3), _restart(2, now - 1)], now - 0.5)
+    teller.log(EventRow(step=20, name="started", message=""))
+    teller.log(_step(21))
+    teller.log(_step(22))
     teller.close()
     _, first, second, *steps = listener.rows
     assert [row.step for row in steps] == [21, 22]
@@ -70,6 +70,6 @@ def test_restarts_are_told_of_before_the_first_step() -> None:
 
 def test_a_run_that_was_not_restarted_tells_nothing() -> None:
     listener = _Listener()
-    teller = RestartTeller(listener, (), 0.0)
-    teller.note(_step(1))
+    teller = RestartLogger(listener, (), 0.0)
+    teller.log(_step(1))
     assert len(listener.rows) == 1

@@ -28,11 +28,11 @@ def _sink(directory: pathlib.Path, name: SinkName) -> Observer:
 
 def _train(sink: Observer, first: int, last: int, *, end: str = "finished") -> None:
     """Sends a sink the rows of an attempt from step `first` to step `last`."""
-    sink.note(started(first))
+    sink.log(started(first))
     for step in range(first + 1, last + 1):
-        sink.note(step_row(step, memory_bytes=2**20))
-    sink.note(evaluation_row(last, sample="All this happened"))
-    sink.note(EventRow(step=last, name=end, message="."))
+        sink.log(step_row(step, memory_bytes=2**20))
+    sink.log(evaluation_row(last, sample="All this happened"))
+    sink.log(EventRow(step=last, name=end, message="."))
     sink.close()
 
 
@@ -104,10 +104,10 @@ def test_training_goes_on_when_a_tracker_dies(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     lines: list[str] = []
     observers = Observers([_sink(tmp_path, "mlflow")], lines.append)
-    observers.note(started())
+    observers.log(started())
     shutil.rmtree(tmp_path / "mlflow")
     for step in range(1, 6):
-        observers.note(step_row(step))
+        observers.log(step_row(step))
     observers.close()
     assert len(lines) == 1
     assert lines[0].startswith("paceline: MlflowSink failed at step 2 and gets no more metrics")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.training.health.checksum import combined, digest, digests
+from paceline.health.checksum import combined, digest, digests
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Config of the checks during a run. Torch-free, because the command line imports it."""
+"""Config of the health checks, and names of their events; loads without torch."""
 
 import dataclasses
 import math
@@ -6,9 +6,14 @@ from typing import Literal
 
 from paceline.core.errors import UsageError
 
+SPIKE = "spike"
+"""Event of a loss spike whose update was applied."""
+STRAGGLER = "straggler"
+"""Event of a rank that slows down the others."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchConfig:
+class HealthConfig:
     """Detection of corruption, bad losses, stragglers and hangs, and the response to them."""
 
     hash_every_steps: int = 10

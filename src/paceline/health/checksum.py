@@ -1,41 +1,31 @@
-"""Checks that all ranks have bitwise identical weights and optimizer state.
+"""Checksums of weights and optimizer state: equal on all ranks, unchanged since the last update.
 
-Usually this costs one read of the state and one all-reduce of two numbers, at any world size. Only
-if ranks differ do they exchange more, to find out which rank and which tensor.
+Replicated tensors are compared across ranks. Usually this costs one read of the state and one
+all-reduce of two numbers, at any world size; only if ranks differ do they exchange more, to find
+out which rank and which tensor. A tensor that only one rank has, such as a shard, can only be compared
+with its own earlier value: nothing may change it between two updates, so that a flipped bit
+identifies its rank even if no other rank has a copy.
 
-Hashes the bits of a tensor in memory, at memory bandwidth.
-
-64-bit words are summed by row, and the row sums are summed with odd multipliers, all modulo 2^64.
-A flipped bit changes one word by a power of two, and an odd multiple of that is not zero. Any
-single flip, and any number of flips in one word, therefore changes the hash. The hash detects
-accidents; it does not resist deliberate collisions.
-
-State that a rank keeps from step to step, by name: weights and optimizer state.
-
-Replicated tensors are compared across ranks. A tensor that only one rank has, such as a shard, can
-only be compared with its own earlier value.
-
-Checks that a rank's weights and optimizer state are unchanged since its last update.
-
-Nothing may change them between two updates. A flipped bit therefore identifies its rank, even if
-no other rank has a copy.
+A checksum reads the bits of a tensor at memory bandwidth. 64-bit words are summed by row, and the
+row sums are summed with odd multipliers, all modulo 2^64. A flipped bit changes one word by a power
+of two, and an odd multiple of that is not zero. Any single flip, and any number of flips in one
+word, therefore changes the checksum. It detects accidents; it does not resist deliberate collisions.
 """
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.core.strategies import SHARDED_PARAMETERS, SHARDED_STATE
+from paceline.core.strategies import SHARDED_PARAMETERS, SHARDED_STATE, StrategyName
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import all_gather_single
 from paceline.parallel.zero.optimizer import ShardedOptimizer
-from paceline.training.parallelize import Trainee
 
 _WORD_BYTES = 8
 _ROW_WORDS = 4096
@@ -52,7 +42,7 @@ def digest(tensor: Tensor) -> Tensor:
     sums = [rest.to(torch.int64), words[num_rows * _ROW_WORDS :]]
     if num_rows:
         sums.append(words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS).sum(1))
-    return _weighted(torch.cat(sums))
+    return combined(torch.cat(sums))
 
 
 def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -60,11 +50,6 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device=device)
     return torch.stack([digest(tensor) for tensor in tensors]).to(device)
-
-
-def combined(hashes: Tensor) -> Tensor:
-    """Combines several hashes into one."""
-    return _weighted(hashes)
 
 
 def _words(flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,73 +66,75 @@ def _words(flat: Tensor) -> tuple[Tensor, Tensor]:
     return content[before:end].view(torch.int64), rest
 
 
-def _weighted(values: Tensor) -> Tensor:
+def combined(values: Tensor) -> Tensor:
+    """Returns one hash of several, in which their order counts."""
     multipliers = torch.arange(1, 2 * len(values) + 1, 2, device=values.device) * _GOLDEN
     return (values * multipliers).sum()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldTensor:
+class StateTensor:
     """A weight or optimizer-state tensor of this rank."""
 
     name: str
     values: Tensor
     is_replicated: bool
-    """Whether all ranks hold the same bits."""
+    """Whether all ranks have the same bits."""
 
 
-def held_tensors(trainee: Trainee) -> list[HeldTensor]:
-    """Returns weights, then optimizer state; waits for weights that are in flight."""
-    named = dict(trainee.model.named_parameters())
+def state_tensors(
+    model: nn.Module, optimizers: Iterable[Optimizer], strategy: StrategyName
+) -> list[StateTensor]:
+    """Returns weights, then optimizer state; waits for weights that are in flight.
+
+    Args:
+        model: The model, wrapped by its strategy.
+        optimizers: Optimizers of its parameters.
+        strategy: Says which tensors all ranks have whole.
+    """
+    named = dict(model.named_parameters())
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
-    has_whole_weights = trainee.strategy not in SHARDED_PARAMETERS
-    has_whole_state = trainee.strategy not in SHARDED_STATE
-    held = [
-        HeldTensor(name=name, values=local_tensor(values), is_replicated=has_whole_weights)
+    found = [
+        StateTensor(
+            name=name, values=local_tensor(values), is_replicated=strategy not in SHARDED_PARAMETERS
+        )
         for name, values in named.items()
     ]
-    for optimizer in trainee.optimizers.values():
-        for owner, state in _state(optimizer).items():
-            held += [
-                HeldTensor(
+    for optimizer in optimizers:
+        for owner, state in _state_by_parameter(optimizer).items():
+            found += [
+                StateTensor(
                     name=f"{key} of {names.get(owner, 'a parameter')}",
                     values=local_tensor(value),
-                    is_replicated=has_whole_state,
+                    is_replicated=strategy not in SHARDED_STATE,
                 )
                 for key, value in state.items()
                 if isinstance(value, Tensor)
             ]
-    return held
+    return found
 
 
-def _state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+def _state_by_parameter(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     """Returns the state of each parameter, also if it belongs to a shard of it."""
     if not isinstance(optimizer, ShardedOptimizer):
         # torch's ZeroRedundancyOptimizer has an inner optimizer of this name.
         return dict(getattr(optimizer, "optim", optimizer).state)
     state = optimizer.state
-    found: dict[Tensor, dict[str, Any]] = {}
-    for shard in optimizer.shards():
-        # A rank has at most one shard of a split parameter, so nothing is overwritten.
-        found[shard.parameter] = state.get(shard.tensor, {})
-    return found
+    # A rank has at most one shard of a split parameter, so nothing is overwritten.
+    return {shard.parameter: state.get(shard.tensor, {}) for shard in optimizer.shards()}
 
 
 _MOST_RANKS = 4
 """Maximum number of ranks that a message names."""
 
 
-def compare_replicas(trainee: Trainee, device: torch.device) -> str | None:
+def compare_replicas(tensors: Iterable[StateTensor], device: torch.device) -> str | None:
     """Returns which ranks differ from the others, and in which tensor; None if all agree.
 
     All ranks must call it, and get the same answer.
-
-    Args:
-        trainee: The model and its optimizers.
-        device: Device to compute on.
     """
-    held = [each for each in held_tensors(trainee) if each.is_replicated]
-    hashes = digests([each.values for each in held], device)
+    replicated = [each for each in tensors if each.is_replicated]
+    hashes = digests([each.values for each in replicated], device)
     total = combined(hashes)
     # All are equal if maximum and minimum are. ~x is -x - 1, which cannot overflow.
     extremes = torch.stack([total, ~total])
@@ -156,63 +143,61 @@ def compare_replicas(trainee: Trainee, device: torch.device) -> str | None:
     if largest == ~inverse_of_smallest:
         return None
     totals = _from_each_rank(total)
-    most_held, number = collections.Counter(totals).most_common(1)[0]
-    reference = totals.index(most_held)
+    most_common, number = collections.Counter(totals).most_common(1)[0]
+    reference = totals.index(most_common)
     theirs = hashes.clone()
     dist.broadcast(theirs, reference)
     differing = (hashes != theirs).nonzero().flatten()
     first = differing[0] if len(differing) else torch.tensor(-1, device=device)
-    places = _from_each_rank(first)
-    names = [each.name for each in held]
-    others = [rank for rank, own in enumerate(totals) if own != most_held]
+    names = [replicated[index].name for index in _from_each_rank(first)]
+    others = [rank for rank, own in enumerate(totals) if own != most_common]
     if 2 * number > len(totals):
         return "; ".join(
-            f"rank {rank} differs from {number} of {len(totals)} ranks, first in "
-            f"{names[places[rank]]}"
+            f"rank {rank} differs from {number} of {len(totals)} ranks, first in {names[rank]}"
             for rank in others[:_MOST_RANKS]
         )
     return (
-        f"ranks {reference} and {others[0]} differ, first in {names[places[others[0]]]}, and "
+        f"ranks {reference} and {others[0]} differ, first in {names[others[0]]}, and "
         "without a majority it is not known which one is corrupted; set watch.hash_at_rest to "
         "find out"
     )
 
 
-def _from_each_rank(number: torch.Tensor) -> list[int]:
+def _from_each_rank(number: Tensor) -> list[int]:
     gathered = number.new_empty(dist.get_world_size())
     all_gather_single(gathered, number.view(1))
     values: list[int] = gathered.tolist()
     return values
 
 
-class AtRest:
-    """Keeps hashes of this rank's state from one update to the next.
+class StateChecksum:
+    """Checksum of this rank's state, kept from one update to the next.
 
     Args:
-        trainee: The model and its optimizers.
+        tensors: Returns this rank's state.
         device: Device to compute on.
     """
 
-    def __init__(self, trainee: Trainee, device: torch.device) -> None:
-        self._trainee = trainee
+    def __init__(self, tensors: Callable[[], list[StateTensor]], device: torch.device) -> None:
+        self._tensors = tensors
         self._device = device
         self._hashes: Tensor | None = None
         self._damaged: str | None = None
 
-    def keep(self) -> None:
-        """Hashes this rank's state after an update or a load."""
+    def update(self) -> None:
+        """Takes the checksum of this rank's state, after an update or a load."""
         self._damaged = None
-        self._hashes = digests([each.values for each in held_tensors(self._trainee)], self._device)
+        self._hashes = digests([each.values for each in self._tensors()], self._device)
 
     def is_damaged(self) -> bool:
-        """Returns whether the state has changed since `keep`."""
+        """Returns whether the state has changed since the last `update`."""
         if self._hashes is None:
             return False
-        held = held_tensors(self._trainee)
-        now = digests([each.values for each in held], self._device)
+        tensors = self._tensors()
+        now = digests([each.values for each in tensors], self._device)
         differing = (now != self._hashes).nonzero().flatten().tolist()
         if differing:
-            self._damaged = held[differing[0]].name
+            self._damaged = tensors[differing[0]].name
         return bool(differing)
 
     def explain(self) -> str:

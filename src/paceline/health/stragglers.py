@@ -121,8 +121,8 @@ class Stragglers:
 
 
 def _bin_of(seconds: float) -> int:
-    place = math.log(max(seconds, _SMALLEST_S) / _SMALLEST_S, _BIN)
-    return min(int(place), _NUM_BINS - 1)
+    index = math.log(max(seconds, _SMALLEST_S) / _SMALLEST_S, _BIN)
+    return min(int(index), _NUM_BINS - 1)
 
 
 def _has_outlier(bins: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Errors that end a watched run."""
+"""Errors that end a monitored run."""
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import LOST_PEER

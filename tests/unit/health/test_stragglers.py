@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.training.health.stragglers import Stragglers, _bin_of, _has_outlier
+from paceline.health.stragglers import Stragglers, _bin_of, _has_outlier
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import math
 
-from paceline.training.health.monitor import RecentLosses
+from paceline.health.monitor import RecentLosses
 
 
 def test_a_few_losses_make_no_limit() -> None:

@@ -1,1 +1,0 @@
-"""Elastic training: replicas may leave and rejoin during a run."""

@@ -1,1 +1,0 @@
-"""Health checks of a run: hangs, corrupted state, stragglers and loss spikes."""
