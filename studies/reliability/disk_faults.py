@@ -31,7 +31,7 @@ from torch import nn
 from paceline.checkpoint.catalog import verify_checkpoint
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.storage import open_place
+from paceline.checkpoint.storage import open_checkpoints
 from studies.harness.records import FaultRecords
 from studies.harness.study import study_parser
 
@@ -122,7 +122,7 @@ def tracer_of(
 
 def is_intact(place: pathlib.Path, step: int) -> bool:
     """Returns whether the checkpoint of a step exists and every byte of it is intact."""
-    return step in open_place(place).steps() and not list(verify_checkpoint(place, step))
+    return step in open_checkpoints(place).steps() and not list(verify_checkpoint(place, step))
 
 
 def try_fault(directory: pathlib.Path, call: str, name: str, number: int) -> str | None:
@@ -141,7 +141,7 @@ def try_fault(directory: pathlib.Path, call: str, name: str, number: int) -> str
         return f"{where}the message does not name the cause: {message}"
     if code not in (SAVED, REFUSED):
         return f"{where}ended with {code}: {message}"
-    if code == REFUSED and 2 in open_place(place).steps() and not is_intact(place, 2):
+    if code == REFUSED and 2 in open_checkpoints(place).steps() and not is_intact(place, 2):
         return f"{where}left a checkpoint that is not intact"
     save(place, 3)
     return "" if is_intact(place, 3) else f"{where}the next save is not intact"

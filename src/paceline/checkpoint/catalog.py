@@ -1,7 +1,4 @@
-"""Catalog of checkpoints: which ones are complete, and which ones to keep.
-
-Lists and verifies checkpoints, without torch.
-"""
+"""Catalog of checkpoints: lists, verifies and prunes them, without torch."""
 
 import dataclasses
 import os
@@ -20,7 +17,7 @@ from paceline.checkpoint.format import (
     verify_header,
     wrong_sizes,
 )
-from paceline.checkpoint.storage import Place, open_place
+from paceline.checkpoint.storage import CheckpointStorage, open_checkpoints
 from paceline.core.finding import Finding
 from paceline.data.storage import Storage
 
@@ -34,16 +31,12 @@ class Checkpoint:
     manifest: Manifest
 
 
-def open_checkpoint(place: Place, step: int) -> Checkpoint:
+def open_checkpoint(location: CheckpointStorage, step: int) -> Checkpoint:
     """Opens a published step.
 
     Raises unless its manifest is intact and all its files exist in full size.
-
-    Args:
-        place: Location of the checkpoints.
-        step: A published step.
     """
-    storage = place.storage(step)
+    storage = location.storage(step)
     manifest = read_manifest(storage, step)
     for wrong in wrong_sizes(storage, manifest).values():
         raise DamagedCheckpointError(f"{wrong}; {REMEDY}")
@@ -65,30 +58,26 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     return manifest
 
 
-def complete_steps(place: Place) -> Iterator[int]:
+def complete_steps(location: CheckpointStorage) -> Iterator[int]:
     """Yields the complete steps, newest first."""
-    for step in place.steps():
+    for step in location.steps():
         try:
-            open_checkpoint(place, step)
+            open_checkpoint(location, step)
         except DamagedCheckpointError:
             continue
         yield step
 
 
-def keep_last(place: Place, number: int) -> list[int]:
+def keep_last(location: CheckpointStorage, number: int) -> list[int]:
     """Removes all complete checkpoints but the newest ones; returns the removed steps.
 
     Damaged checkpoints are neither counted nor removed: they cannot replace a complete one.
-
-    Args:
-        place: Location of the checkpoints.
-        number: Number of checkpoints to keep, at least one.
     """
     if number < 1:
-        raise CheckpointError(f"{place.url}: keep at least one checkpoint, not {number}")
-    removed = list(complete_steps(place))[number:]
+        raise CheckpointError(f"{location.url}: keep at least one checkpoint, not {number}")
+    removed = list(complete_steps(location))[number:]
     for step in removed:
-        place.remove(step)
+        location.remove(step)
     return removed
 
 
@@ -119,12 +108,12 @@ def list_checkpoints(where: str | os.PathLike[str]) -> list[CheckpointSummary]:
     Args:
         where: A directory or ``s3://bucket/prefix``.
     """
-    place = open_place(where)
+    location = open_checkpoints(where)
     found = []
-    for step in reversed(place.steps()):
-        url = place.storage(step).url
+    for step in reversed(location.steps()):
+        url = location.storage(step).url
         try:
-            manifest = open_checkpoint(place, step).manifest
+            manifest = open_checkpoint(location, step).manifest
         except DamagedCheckpointError as error:
             found.append(CheckpointSummary(step=step, url=url, problem=str(error)))
             continue
@@ -151,12 +140,13 @@ def verify_checkpoint(
         step: Step of the checkpoint.
         progress: Called with the bytes read so far and in total.
     """
-    place = open_place(where)
-    if step not in place.steps():
+    location = open_checkpoints(where)
+    if step not in location.steps():
         raise CheckpointError(
-            f"{place.url}: no checkpoint of step {step}; list them with `paceline checkpoint list`"
+            f"{location.url}: no checkpoint of step {step}; list them with `paceline checkpoint "
+            "list`"
         )
-    storage = place.storage(step)
+    storage = location.storage(step)
     try:
         manifest = read_manifest(storage, step)
     except DamagedCheckpointError as error:

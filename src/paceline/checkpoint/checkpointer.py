@@ -24,13 +24,13 @@ from paceline.checkpoint.catalog import keep_last
 from paceline.checkpoint.dcp import JsonSavePlanner, encode_json, named_failures
 from paceline.checkpoint.dcp_writer import (
     DEFAULT_FILE_BYTES,
-    Attempt,
     CheckpointWriter,
     HostBuffers,
+    PendingSave,
 )
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.format import Json
-from paceline.checkpoint.storage import Place, open_place
+from paceline.checkpoint.storage import CheckpointStorage, open_checkpoints
 
 _TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -39,7 +39,7 @@ class Checkpointer:
     """Saves the state of a run; every rank creates one and makes the same calls.
 
     Args:
-        place: A directory that all ranks share, ``s3://bucket/prefix``, or an open location.
+        location: A directory that all ranks share, ``s3://bucket/prefix``, or an open location.
         keep: Number of complete checkpoints to keep; all by default.
         asynchronous: Whether training continues while files are written.
         max_file_bytes: Approximate maximum size of a file; for S3, each file is held in memory.
@@ -48,7 +48,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        place: str | os.PathLike[str] | Place,
+        location: str | os.PathLike[str] | CheckpointStorage,
         *,
         keep: int | None = None,
         asynchronous: bool = True,
@@ -57,7 +57,9 @@ class Checkpointer:
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep at least one checkpoint, not {keep}")
-        self.place = open_place(place) if isinstance(place, (str, os.PathLike)) else place
+        self.location = (
+            open_checkpoints(location) if isinstance(location, (str, os.PathLike)) else location
+        )
         self._keep = keep
         self._max_file_bytes = max_file_bytes
         self._buffers = HostBuffers() if asynchronous else None
@@ -69,7 +71,7 @@ class Checkpointer:
         self.published_step = -1
         """The newest step that is known to be published."""
         if self._is_first:
-            self.place.sweep()
+            self.location.sweep()
 
     def __enter__(self) -> Self:
         return self
@@ -101,14 +103,14 @@ class Checkpointer:
         started = time.perf_counter()
         try:
             self.wait()
-            attempt = Attempt(
-                place=self.place,
+            pending = PendingSave(
+                location=self.location,
                 step=step,
                 identity=encode_json(identity, "the run's identity"),
                 of_rank=encode_json(of_rank, "a rank's identity"),
                 max_file_bytes=self._max_file_bytes,
             )
-            self._saving = _Saving(self, attempt, state, self._buffers)
+            self._saving = _Saving(self, pending, state, self._buffers)
             if self._buffers is None:
                 self._saving.run()
                 self.wait()
@@ -145,8 +147,8 @@ class Checkpointer:
         if not self._is_first:
             return
         if self._keep is not None:
-            keep_last(self.place, self._keep)
-        self.place.sweep()
+            keep_last(self.location, self._keep)
+        self.location.sweep()
 
     @property
     def _is_first(self) -> bool:
@@ -164,28 +166,28 @@ class _Saving:
     def __init__(
         self,
         checkpointer: Checkpointer,
-        attempt: Attempt,
+        pending: PendingSave,
         state: dict[str, Any],
         buffers: HostBuffers | None,
     ) -> None:
         self._checkpointer = checkpointer
-        self._attempt = attempt
+        self._pending = pending
         self._state: dict[str, Any] | None = state
         self.staged = threading.Event()
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        self._writer = CheckpointWriter(attempt, buffers, self._has_staged)
+        self._writer = CheckpointWriter(pending, buffers, self.staged.set)
 
     def start(self) -> None:
         """Starts the save on a thread."""
         self.thread = threading.Thread(
-            target=self.run, name=f"checkpoint-{self._attempt.step}", daemon=True
+            target=self.run, name=f"checkpoint-{self._pending.step}", daemon=True
         )
         self.thread.start()
 
     def run(self) -> None:
         """Saves, publishes and cleans up; keeps an error for the caller."""
-        url = f"{self._attempt.place.url}, step {self._attempt.step}"
+        url = f"{self._pending.location.url}, step {self._pending.step}"
         failed = True
         try:
             with named_failures(f"saving {url}"):
@@ -195,8 +197,8 @@ class _Saving:
                     planner=JsonSavePlanner(),
                     process_group=self._checkpointer.group,
                 )
-            self._checkpointer.complete(self._attempt.step, self._writer.save_id)
-            self._checkpointer.published_step = self._attempt.step
+            self._checkpointer.complete(self._pending.step, self._writer.save_id)
+            self._checkpointer.published_step = self._pending.step
             failed = False
         except BaseException as error:  # `wait` raises it.
             self.error = error
@@ -205,13 +207,7 @@ class _Saving:
             self._writer.close(failed=failed)
             self.staged.set()
         if not failed:
-            self._retain()
-
-    def _has_staged(self) -> None:
-        self.staged.set()
-
-    def _retain(self) -> None:
-        try:
-            self._checkpointer.retain()
-        except CheckpointError as error:
-            self.error = error
+            try:
+                self._checkpointer.retain()
+            except CheckpointError as error:
+                self.error = error

@@ -1,11 +1,8 @@
-"""torch's planners, with JSON instead of pickle for values that are not tensors.
+"""What saving and loading through torch.distributed.checkpoint share: planners, failures, dtypes.
 
-Translates torch's checkpoint failures into Paceline's errors, the same on all ranks.
-
-torch gathers the failures of all ranks, and raises them on every rank as a `CheckpointException`.
-That is not an `Exception`, so ``except Exception`` does not catch it.
-
-Safetensors names of torch's dtypes.
+The planners write JSON instead of pickle for values that are not tensors. torch gathers the
+failures of all ranks, and raises them on every rank as a `CheckpointException`, which is not an
+`Exception`; it becomes one of Paceline's errors, the same on all ranks.
 """
 
 import contextlib
@@ -42,20 +39,15 @@ class JsonLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Stores a value in the state."""
-        place: Any = self.original_state_dict
+        parent: Any = self.original_state_dict
         *parents, last = self.mappings[read_item.dest_index.fqn]
         for key in parents:
-            place = place[key]
-        place[last] = json.loads(value.getvalue())
+            parent = parent[key]
+        parent[last] = json.loads(value.getvalue())
 
 
 def encode_json(value: Any, name: str) -> bytes:
-    """Returns a value as JSON; raises unless decoding it gives an equal value.
-
-    Args:
-        value: Any value.
-        name: Name of the value, for the error.
-    """
+    """Returns a value as JSON; raises unless decoding it gives an equal value."""
     try:
         text = json.dumps(value, allow_nan=False)
         is_kept = _same(json.loads(text), value)
@@ -84,11 +76,7 @@ def _brief(value: Any) -> str:
 
 @contextlib.contextmanager
 def named_failures(what: str) -> Iterator[None]:
-    """Raises a `CheckpointError` for anything that failed inside on any rank.
-
-    Args:
-        what: The operation and its checkpoint.
-    """
+    """Raises a `CheckpointError` for anything that failed inside on any rank."""
     try:
         if dist.is_initialized():
             yield
@@ -141,12 +129,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
-    """Returns the safetensors name of a dtype.
-
-    Args:
-        dtype: dtype of a tensor.
-        tensor_name: Name of the tensor, for the error.
-    """
+    """Returns the safetensors name of a dtype."""
     if dtype not in _NAMES:
         raise CheckpointError(
             f"{tensor_name}: safetensors does not support {dtype}; convert the tensor before saving"

@@ -1,14 +1,9 @@
 """Saving: the storage writer for torch.distributed.checkpoint, which takes digests as it writes.
 
 Phases, as torch calls them: every rank plans what it has (`prepare_local_plan`), the first rank
-divides the writes and begins the attempt (`prepare_global_plan`), every rank writes its own files
+divides the writes and begins the save (`prepare_global_plan`), every rank writes its own files
 (`write_data`), the first rank publishes them with their manifest (`finish`). Ranks send the names,
 locations and digests of what they have written to the first rank only.
-
-Copies a rank's part of a checkpoint to host memory, so that training continues during the write.
-
-The buffers are allocated once and reused by every save. On CUDA they are pinned, so that the device
-copies without the host.
 """
 
 import dataclasses
@@ -42,12 +37,16 @@ from paceline.checkpoint.format import (
     order_pieces,
     split_into_files,
 )
-from paceline.checkpoint.storage import Place
+from paceline.checkpoint.storage import CheckpointStorage
 from paceline.parallel.ranks.heartbeats import Writing, beat_writing
 
 
 class HostBuffers:
-    """Host memory for this rank's part of a checkpoint, by tensor and chunk."""
+    """Host memory for this rank's part of a checkpoint, so that training continues meanwhile.
+
+    The buffers are allocated once and reused by every save. On CUDA they are pinned, so that the
+    device copies without the host.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[MetadataIndex, Tensor] = {}
@@ -79,10 +78,10 @@ DEFAULT_FILE_BYTES = 2**29
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attempt:
+class PendingSave:
     """What to save in addition to the state, and how."""
 
-    place: Place
+    location: CheckpointStorage
     step: int
     identity: bytes
     """Metadata of the run as JSON; the first rank's is used."""
@@ -109,21 +108,15 @@ class _Written:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint.
-
-    Args:
-        attempt: What to save, and where.
-        buffers: Host memory to copy this rank's part to; None to write it without a copy.
-        on_staged: Called when the state may change again.
-    """
+    """Writes one checkpoint."""
 
     def __init__(
         self,
-        attempt: Attempt,
+        pending: PendingSave,
         buffers: HostBuffers | None = None,
         on_staged: Callable[[], None] = lambda: None,
     ) -> None:
-        self._attempt = attempt
+        self._pending = pending
         self._buffers = buffers
         self._on_staged = on_staged
         self._save_id = ""
@@ -132,7 +125,7 @@ class CheckpointWriter(StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """Id of the attempt, once the ranks have planned it."""
+        """Id of the pending save, once the ranks have planned it."""
         return self._save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -144,13 +137,13 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attaches this rank's metadata to its plan."""
-        return dataclasses.replace(plan, storage_data=self._attempt.of_rank)
+        return dataclasses.replace(plan, storage_data=self._pending.of_rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begins the attempt, and gives it an id that all ranks use."""
+        """Begins the pending save, and gives it an id that all ranks use."""
         self._of_ranks = [msgspec.Raw(plan.storage_data) for plan in plans]
         self._save_id = os.urandom(6).hex()
-        self._attempt.place.begin(self._attempt.step, self._save_id)
+        self._pending.location.begin(self._pending.step, self._save_id)
         return [
             dataclasses.replace(plan, storage_data=_Assignment(rank=rank, save_id=self._save_id))
             for rank, plan in enumerate(plans)
@@ -166,7 +159,7 @@ class CheckpointWriter(StorageWriter):
         self._on_staged()
         beat_writing(Writing.WRITE)
         pieces = {_piece(item): index for index, item in items.items()}
-        files = split_into_files(order_pieces(pieces), self._attempt.max_file_bytes)
+        files = split_into_files(order_pieces(pieces), self._pending.max_file_bytes)
         for number, in_file in enumerate(files):
             name = f"rank-{assignment.rank:05d}-{number:05d}.safetensors"
             of_file = [(piece, pieces[piece]) for piece in in_file]
@@ -179,25 +172,25 @@ class CheckpointWriter(StorageWriter):
         """Publishes the checkpoint."""
         beat_writing(Writing.PUBLISH)
         manifest = self._manifest(metadata, [result for own in results for result in own])
-        if self._attempt.place.is_shared:
+        if self._pending.location.is_shared:
             self._require_visible(manifest.files)
-        self._attempt.place.publish(self._attempt.step, self._save_id, encode_manifest(manifest))
+        self._pending.location.publish(self._pending.step, self._save_id, encode_manifest(manifest))
         # torch would send this to all ranks, and none of them needs it.
         metadata.state_dict_metadata.clear()
         metadata.planner_data = None
 
     def close(self, *, failed: bool) -> None:
-        """Releases the attempt, or removes it if it failed.
+        """Releases the pending save, or removes it if it failed.
 
-        The first rank removes a failed attempt; every rank does if the location is not shared.
+        The first rank removes a failed save; every rank does if the location is not shared.
         """
         beat_writing(Writing.NOTHING)
         if not self._save_id:
             return
-        if failed and (self._is_coordinator or not self._attempt.place.is_shared):
-            self._attempt.place.abandon(self._attempt.step, self._save_id)
+        if failed and (self._is_coordinator or not self._pending.location.is_shared):
+            self._pending.location.abandon(self._pending.step, self._save_id)
         else:
-            self._attempt.place.release(self._attempt.step, self._save_id)
+            self._pending.location.release(self._pending.step, self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -219,11 +212,11 @@ class CheckpointWriter(StorageWriter):
             yield header
             for _, index in pieces:
                 content = bytes_of(tensors[index].detach().cpu().contiguous())
-                digests.append(block_digests(content, self._attempt.block_bytes))
+                digests.append(block_digests(content, self._pending.block_bytes))
                 whole.update(content)
                 yield content
 
-        published = self._attempt.place.write(self._attempt.step, self._save_id, name, parts())
+        published = self._pending.location.write(self._pending.step, self._save_id, name, parts())
         start = len(header)
         chunks = []
         for (piece, _), blocks in zip(pieces, digests, strict=True):
@@ -252,12 +245,12 @@ class CheckpointWriter(StorageWriter):
 
     def _require_visible(self, files: Sequence[FileEntry]) -> None:
         """Raises if the first rank does not see a file that another rank has written."""
-        place = self._attempt.place
-        sizes = place.sizes(self._attempt.step, self._save_id)
+        location = self._pending.location
+        sizes = location.sizes(self._pending.step, self._save_id)
         for file in files:
             if sizes.get(file.name) != file.num_bytes:
                 raise CheckpointError(
-                    f"{place.url}: the first rank cannot see {file.name}, written by rank "
+                    f"{location.url}: the first rank cannot see {file.name}, written by rank "
                     f"{file.rank}; name a directory that all hosts share, or s3://bucket/prefix"
                 )
 
@@ -283,11 +276,11 @@ class CheckpointWriter(StorageWriter):
             tensors[result.index.fqn].chunks.append(chunk)
         return Manifest(
             schema=SCHEMA,
-            step=self._attempt.step,
+            step=self._pending.step,
             save_id=self._save_id,
             world_size=len(self._of_ranks),
-            block_bytes=self._attempt.block_bytes,
-            identity=msgspec.Raw(self._attempt.identity),
+            block_bytes=self._pending.block_bytes,
+            identity=msgspec.Raw(self._pending.identity),
             ranks=self._of_ranks,
             values=values,
             tensors=tensors,

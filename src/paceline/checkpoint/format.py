@@ -1,17 +1,13 @@
-"""The manifest of a checkpoint: its contents, and the digests that verify them.
+"""Format of a checkpoint: the manifest of its contents, the safetensors files, and verified reads.
 
-Stored as ``{"blake3": DIGEST, "manifest": {...}}``, so that the manifest is verified before it is
-used: any change to its bytes is rejected.
+The manifest is stored as ``{"blake3": DIGEST, "manifest": {...}}``, so that it is verified before
+it is used: any change to its bytes is rejected. Each chunk of a tensor has one digest per block of
+`block_bytes`. A reader of a few rows of a large chunk reads and verifies only the blocks that
+contain them, and gets bytes only if they match their digests.
 
-Each chunk of a tensor has one digest per block of `block_bytes`. A reader of a few rows of a large
-chunk therefore reads and verifies only the blocks that contain them.
-
-Layout of one safetensors file: a header that locates the tensors, followed by their bytes.
-
-The header does not depend on the tensors' values. A file is therefore written front to back, one
-tensor at a time, and any program that reads safetensors can open it.
-
-Verified reads of checkpoint files: bytes are returned only if they match their digests.
+A safetensors file is a header that locates the tensors, followed by their bytes. The header does
+not depend on the tensors' values. A file is therefore written front to back, one tensor at a time,
+and any program that reads safetensors can open it.
 """
 
 import dataclasses
@@ -108,12 +104,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(content: bytes, where: str) -> Manifest:
-    """Decodes a manifest; raises unless the bytes match their digest.
-
-    Args:
-        content: Bytes of the file.
-        where: Path of the file, for errors.
-    """
+    """Decodes a manifest; raises unless the bytes match their digest."""
     try:
         body = bytes(msgspec.json.decode(content, type=_Envelope).manifest)
         if _seal(body) != content:
@@ -141,34 +132,18 @@ def block_digests(content: memoryview, block_bytes: int) -> list[str]:
     ]
 
 
-def num_elements(chunk: ChunkEntry) -> int:
-    """Returns the number of elements of a chunk."""
-    return math.prod(chunk.shape)
-
-
 def _seal(body: bytes) -> bytes:
     digest = blake3.blake3(body).hexdigest()
     return msgspec.json.encode(_Envelope(digest, msgspec.Raw(body))) + b"\n"
 
 
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
+_DTYPES_BY_BYTES = {
+    1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"),
+    2: ("U16", "I16", "F16", "BF16"),
+    4: ("U32", "I32", "F32"),
+    8: ("U64", "I64", "F64", "C64"),
 }
+ITEM_BYTES = {name: size for size, names in _DTYPES_BY_BYTES.items() for name in names}
 """Bytes per element, by safetensors name of the dtype."""
 
 _LENGTH_BYTES = 8
@@ -236,24 +211,6 @@ def split_into_files(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[
     return files
 
 
-def read_chunk(
-    storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, blocks: range
-) -> bytearray:
-    """Returns blocks of a chunk, after verifying their digests.
-
-    Args:
-        storage: Files of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        name: Name of the tensor.
-        chunk: Chunk of the tensor.
-        blocks: Consecutive blocks.
-    """
-    content = bytearray()
-    for block in blocks:
-        content += read_block(storage, manifest, name, chunk, block)
-    return content
-
-
 def read_block(
     storage: Storage, manifest: Manifest, name: str, chunk: ChunkEntry, block: int
 ) -> bytes:
@@ -271,7 +228,7 @@ def read_block(
 
 def block_range(manifest: Manifest, name: str, chunk: ChunkEntry, block: int) -> tuple[int, int]:
     """Returns the start and end of a block in its file, in bytes."""
-    num_bytes = num_elements(chunk) * ITEM_BYTES[manifest.tensors[name].dtype]
+    num_bytes = math.prod(chunk.shape) * ITEM_BYTES[manifest.tensors[name].dtype]
     start = chunk.start + block * manifest.block_bytes
     return start, min(start + manifest.block_bytes, chunk.start + num_bytes)
 

@@ -1,11 +1,5 @@
 """In-memory checkpoints of a run: saved often and loaded first; failed saves do not end the run.
 
-Groups ranks by host memory, and determines who keeps whose replica.
-
-Copies each rank's files to the memory of the rank that keeps its replica.
-
-Saves checkpoints to host memory during a run.
-
 A save works like one to disk, until every rank has written its files and the first rank has the
 manifest. Then, on the checkpoint thread of every rank:
 
@@ -14,7 +8,7 @@ manifest. Then, on the checkpoint thread of every rank:
 3. Once all replicas have arrived, the first rank of every host publishes.
 4. Once all hosts have published, each removes the previous save. Two saves exist only in between.
 
-Loads the newest state that the hosts of a run still hold in memory.
+A run resumes from the newest state whose files are all in the memory of some host.
 """
 
 import contextlib
@@ -31,8 +25,8 @@ from paceline.checkpoint.catalog import read_manifest
 from paceline.checkpoint.checkpointer import Checkpointer, new_group
 from paceline.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from paceline.checkpoint.format import Json, Manifest, decode_manifest, encode_manifest
-from paceline.checkpoint.memory_reader import HeldFiles, HeldReader, Holders, Messages
-from paceline.checkpoint.memory_storage import MemoryPlace, run_token
+from paceline.checkpoint.memory_reader import MemoryFiles, MemoryReader, Messages, ReplicaMap
+from paceline.checkpoint.memory_storage import MemoryStorage, run_token
 from paceline.checkpoint.restore import Restored, Source, restored_from
 from paceline.core.finding import Finding
 from paceline.core.units import format_binary_bytes
@@ -72,30 +66,13 @@ class Hosts:
         return others[self.on(hosts[own]).index(rank) % len(others)]
 
 
-def find_hosts(name: str, group: dist.ProcessGroup | None) -> Hosts:
-    """Determines which ranks share a host memory.
-
-    Args:
-        name: Identifier of this rank's host memory.
-        group: Process group of all ranks.
-    """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    return Hosts(rank=rank, names=tuple(from_all(name, group)))
-
-
 def send_replicas(
-    place: MemoryPlace, manifest: Manifest, hosts: Hosts, group: dist.ProcessGroup | None
+    location: MemoryStorage, manifest: Manifest, hosts: Hosts, group: dist.ProcessGroup | None
 ) -> None:
     """Sends this rank's files to its keeper, and receives those that it keeps.
 
     All ranks must call it. If a host has no space for replicas, all ranks raise before anything is
     sent.
-
-    Args:
-        place: Checkpoints in this host's memory.
-        manifest: Manifest of an attempt that all ranks have written.
-        hosts: Determines who keeps whose replica.
-        group: Process group of all ranks; None for a single rank.
     """
     if group is None:
         return
@@ -104,7 +81,7 @@ def send_replicas(
 
     def reserve() -> None:
         for file in kept:
-            rooms[file.name] = place.reserve(
+            rooms[file.name] = location.reserve(
                 manifest.step, manifest.save_id, file.name, file.num_bytes
             )
 
@@ -113,7 +90,7 @@ def send_replicas(
     for file in manifest.files:
         keeper = hosts.keeper(file.rank)
         if file.rank == hosts.rank and keeper is not None:
-            path = place.own_file(manifest.step, manifest.save_id, file.name)
+            path = location.own_file(manifest.step, manifest.save_id, file.name)
             messages.send(_mapped(path, file.num_bytes, is_written=False), keeper)
         if keeper == hosts.rank:
             messages.receive(_mapped(rooms[file.name], file.num_bytes, is_written=True), file.rank)
@@ -139,18 +116,21 @@ class MemoryCheckpointer(Checkpointer):
 
     def __init__(self, root: str, checkpoints: str) -> None:
         token_file = pathlib.Path(checkpoints).absolute() / _TOKEN
-        places: list[MemoryPlace] = []
+        locations: list[MemoryStorage] = []
         group = new_group()
         try:
             token = from_first(lambda: run_token(token_file), group)
-            require_all(lambda: places.append(MemoryPlace(root, str(token_file), token)), group)
+            require_all(
+                lambda: locations.append(MemoryStorage(root, str(token_file), token)), group
+            )
         except CheckpointError:
             if group is not None:
                 dist.destroy_process_group(group)
             raise
-        super().__init__(places[0], group=group)
-        self.memory = places[0]
-        self.hosts = find_hosts(self.memory.host, self.group)
+        super().__init__(locations[0], group=group)
+        self.memory = locations[0]
+        rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.hosts = Hosts(rank=rank, names=tuple(from_all(self.memory.host, group)))
         if self.hosts.is_leader:
             self.memory.sweep()
 
@@ -198,7 +178,7 @@ class MemoryCheckpointer(Checkpointer):
 
 
 _Save = tuple[int, str]
-"""Step and id of a published attempt: two hosts may hold different ones."""
+"""Step and id of a published save: two hosts may hold different ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,8 +202,10 @@ class FromMemory:
     """Bytes that this rank received from other hosts."""
 
 
-def load_newest_held(
-    memory: MemoryCheckpointer, load: Callable[[Source], None], is_wanted: Callable[[Manifest], str]
+def load_newest_in_memory(
+    memory: MemoryCheckpointer,
+    load: Callable[[Source], None],
+    reason_against: Callable[[Manifest], str],
 ) -> FromMemory:
     """Loads the newest step whose files are all in the memory of some host.
 
@@ -234,7 +216,7 @@ def load_newest_held(
         memory: Memory checkpointer of the run.
         load: Loads what it needs from a source, the same on all ranks; called again after a
             failure.
-        is_wanted: Returns why a step must not be loaded; empty if it may be.
+        reason_against: Returns why a step must not be loaded; empty if it may be.
     """
     group = memory.group
     own = _holdings(memory.memory)
@@ -243,7 +225,7 @@ def load_newest_held(
     for save in sorted({save for of_rank in held for save in of_rank}, reverse=True):
         holder = next(rank for rank, of_rank in enumerate(held) if save in of_rank)
         manifest = _manifest_from(holder, own[save][1] if save in own else None, group)
-        if reason := is_wanted(manifest):
+        if reason := reason_against(manifest):
             findings.append(Finding(name="unwanted", message=f"step {manifest.step}: {reason}"))
             continue
         parts = [of_rank.get(save) for of_rank in held]
@@ -275,19 +257,20 @@ def load_newest_held(
     return FromMemory(restored=None, findings=findings)
 
 
-def _holdings(place: MemoryPlace) -> dict[_Save, tuple[_Held, Manifest]]:
+def _holdings(location: MemoryStorage) -> dict[_Save, tuple[_Held, Manifest]]:
     """Returns the saves that this host holds, without those that lack an intact manifest."""
     found: dict[_Save, tuple[_Held, Manifest]] = {}
-    for step in place.steps():
+    for step in location.steps():
         try:
-            manifest = read_manifest(place.storage(step), step)
+            manifest = read_manifest(location.storage(step), step)
         except DamagedCheckpointError:
             continue
         own, replicas = (
             frozenset(
                 file.name
                 for file in manifest.files
-                if _size(place.held_file(step, file.name, is_replica=is_replica)) == file.num_bytes
+                if _size(location.file_path(step, file.name, is_replica=is_replica))
+                == file.num_bytes
             )
             for is_replica in (False, True)
         )
@@ -322,14 +305,14 @@ def _ranks_with(parts: list[_Held | None], file: str, *, replicas_only: bool = F
 
 def _reader(
     memory: MemoryCheckpointer, manifest: Manifest, parts: list[_Held | None], prefer_replica: bool
-) -> HeldReader:
+) -> MemoryReader:
     by_file: dict[str, list[int]] = {}
     for file in manifest.files:
         replicas = _ranks_with(parts, file.name, replicas_only=True) if prefer_replica else []
         by_file[file.name] = replicas or _ranks_with(parts, file.name)
-    files = HeldFiles(memory.memory, manifest.step, prefer_replica=prefer_replica)
-    holders = Holders(rank=memory.hosts.rank, by_file=by_file)
-    return HeldReader(files, manifest, holders, memory.group)
+    files = MemoryFiles(memory.memory, manifest.step, prefer_replica=prefer_replica)
+    replica_map = ReplicaMap(rank=memory.hosts.rank, by_file=by_file)
+    return MemoryReader(files, manifest, replica_map, memory.group)
 
 
 _ON_DISK = "on_disk"
@@ -389,10 +372,15 @@ class MemoryTier:
         if self._checkpointer is None:
             return None
 
-        def is_wanted(manifest: Manifest) -> str:
-            return _is_wanted(manifest, on_disk)
+        def reason_against(manifest: Manifest) -> str:
+            if manifest.step < on_disk:
+                return f"step {on_disk} on disk is newer"
+            saved_beside = json.loads(bytes(manifest.ranks[0]))[_ON_DISK]
+            if saved_beside > on_disk:
+                return f"step {saved_beside}, which was on disk when it was saved, was removed"
+            return ""
 
-        found = load_newest_held(self._checkpointer, load, is_wanted)
+        found = load_newest_in_memory(self._checkpointer, load, reason_against)
         step = None if found.restored is None else found.restored.step
         self._checkpointer.forget_others(step)
         self.notices += [f"memory: {finding.message}" for finding in found.findings]
@@ -420,13 +408,3 @@ class MemoryTier:
         if self._checkpointer is not None:
             with contextlib.suppress(CheckpointError):
                 self._checkpointer.finish()
-
-
-def _is_wanted(manifest: Manifest, on_disk: int) -> str:
-    """Returns why a state in memory must not be loaded; empty if it may be."""
-    if manifest.step < on_disk:
-        return f"step {on_disk} on disk is newer"
-    saved_beside = json.loads(bytes(manifest.ranks[0]))[_ON_DISK]
-    if saved_beside > on_disk:
-        return f"step {saved_beside}, which was on disk when it was saved, was removed"
-    return ""

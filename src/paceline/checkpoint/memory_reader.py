@@ -2,8 +2,6 @@
 
 Before reading, each rank announces the blocks that it needs and lacks. Ranks that hold them send
 exactly these blocks. Received blocks are verified against their digests like all others.
-
-Transfers bytes between ranks, in messages of bounded size.
 """
 
 import contextlib
@@ -18,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from paceline.checkpoint.catalog import Checkpoint
-from paceline.checkpoint.dcp_reader import CheckpointReader
 from paceline.checkpoint.format import Manifest, block_range
-from paceline.checkpoint.memory_storage import MemoryPlace
+from paceline.checkpoint.memory_storage import MemoryStorage
+from paceline.checkpoint.restore import CheckpointReader
 from paceline.core.errors import TruncatedError
 from paceline.data.storage import LocalStorage
 from paceline.parallel.ranks.collectives import from_all
@@ -29,11 +27,7 @@ _MESSAGE_BYTES = 2**26
 
 
 class Messages:
-    """Messages in flight; those between two ranks arrive in the order they were started in.
-
-    Args:
-        group: CPU process group of the ranks.
-    """
+    """Messages of bounded size in flight; between two ranks, they arrive in the order of starting."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -65,7 +59,7 @@ Range = tuple[str, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Holders:
+class ReplicaMap:
     """Ranks that can send each file of a checkpoint, because their hosts hold it in memory."""
 
     rank: int
@@ -82,18 +76,12 @@ class Holders:
         return self.rank in self.by_file[file]
 
 
-class HeldFiles(LocalStorage):
-    """Files of a step that this host holds, and blocks of others received from other hosts.
+class MemoryFiles(LocalStorage):
+    """Files of a step that this host holds, and blocks of others received from other hosts."""
 
-    Args:
-        place: Checkpoints in this host's memory.
-        step: A published step.
-        prefer_replica: Whether to read the replica if there are two copies.
-    """
-
-    def __init__(self, place: MemoryPlace, step: int, *, prefer_replica: bool) -> None:
-        super().__init__(place.storage(step).directory)
-        self._place = place
+    def __init__(self, location: MemoryStorage, step: int, *, prefer_replica: bool) -> None:
+        super().__init__(location.storage(step).directory)
+        self._location = location
         self._step = step
         self._prefer_replica = prefer_replica
         self.received: dict[Range, bytes] = {}
@@ -101,7 +89,7 @@ class HeldFiles(LocalStorage):
     def path(self, name: str) -> pathlib.Path:
         """Returns the path of the preferred copy of a file."""
         copies = [
-            self._place.held_file(self._step, name, is_replica=is_replica)
+            self._location.file_path(self._step, name, is_replica=is_replica)
             for is_replica in (self._prefer_replica, not self._prefer_replica)
         ]
         return next((path for path in copies if path.is_file()), super().path(name))
@@ -112,27 +100,20 @@ class HeldFiles(LocalStorage):
         return super().read_range(name, start, end) if received is None else received
 
 
-class HeldReader(CheckpointReader):
-    """Reads a checkpoint that is held in the memory of several hosts.
-
-    Args:
-        files: Files that this host holds.
-        manifest: Manifest of the whole checkpoint.
-        holders: Ranks that hold each file.
-        group: Process group of all ranks; None for a single rank.
-    """
+class MemoryReader(CheckpointReader):
+    """Reads a checkpoint that is held in the memory of several hosts."""
 
     def __init__(
         self,
-        files: HeldFiles,
+        files: MemoryFiles,
         manifest: Manifest,
-        holders: Holders,
+        replica_map: ReplicaMap,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.checkpoint = Checkpoint(step=manifest.step, storage=files, manifest=manifest)
         super().__init__(self.checkpoint)
         self._files = files
-        self._holders = holders
+        self._replica_map = replica_map
         self._group = group
         self.received_bytes = 0
         """Bytes received from other hosts so far."""
@@ -147,7 +128,7 @@ class HeldReader(CheckpointReader):
 
     def verifies(self, number: int, file: int, rank: int, world_size: int) -> bool:
         """Returns whether a rank verifies an item: the first rank that holds the file does."""
-        return self._holders.by_file[self._manifest.files[file].name][0] == rank
+        return self._replica_map.by_file[self._manifest.files[file].name][0] == rank
 
     def _lacking(self, plan: LoadPlan) -> list[Range]:
         """Returns the blocks that a plan needs and this host does not hold."""
@@ -157,7 +138,7 @@ class HeldReader(CheckpointReader):
                 continue
             stored = self._stored[item.storage_index]
             name = self._manifest.files[stored.chunk.file].name
-            if not self._holders.has(name):
+            if not self._replica_map.has(name):
                 for block in self._blocks(item)[1]:
                     span = block_range(self._manifest, stored.name, stored.chunk, block)
                     found[(name, *span)] = None
@@ -171,12 +152,12 @@ class HeldReader(CheckpointReader):
         rooms: dict[Range, torch.Tensor] = {}
         for rank, ranges in enumerate(from_all(lacking, self._group)):
             for each in ranges:
-                sender = self._holders.sender(each[0], rank)
-                if rank == self._holders.rank:
+                sender = self._replica_map.sender(each[0], rank)
+                if rank == self._replica_map.rank:
                     rooms[each] = torch.empty(each[2] - each[1], dtype=torch.uint8)
                     messages.receive(rooms[each], sender)
                     self.received_bytes += each[2] - each[1]
-                elif sender == self._holders.rank:
+                elif sender == self._replica_map.rank:
                     messages.send(self._own(each), rank)
         messages.wait()
         return {each: room.numpy().tobytes() for each, room in rooms.items()}

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import blake3
 import msgspec
 
-from paceline.checkpoint.errors import CheckpointError, cannot_write
-from paceline.checkpoint.storage import DirectoryPlace
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.storage import DirectoryStorage, file_errors, shared_lock
 
 _PREFIX = "paceline-"
 _OWNER = "owner.json"
@@ -39,55 +39,39 @@ def run_token(path: pathlib.Path) -> str:
     """Returns the token that distinguishes this run from earlier runs in the same directory.
 
     Creates the token if there is none.
-
-    Args:
-        path: The token's file, which is removed with the run's checkpoints.
     """
-    try:
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return _read_or_create(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
-class MemoryPlace(DirectoryPlace):
-    """A run's checkpoints in the memory of this host.
+class MemoryStorage(DirectoryStorage):
+    """A run's checkpoints in the memory of this host, below a tmpfs directory such as /dev/shm."""
 
-    Args:
-        root: A tmpfs directory, such as /dev/shm.
-        token_file: Absolute path of the run's token file.
-        token: Content of that file.
-    """
+    is_shared = False
 
     def __init__(self, root: str | os.PathLike[str], token_file: str, token: str) -> None:
         owner = _Owner(token_file=token_file, token=token)
         content = msgspec.json.encode(owner)
         digest = blake3.blake3(content).hexdigest()[:24]
         super().__init__(pathlib.Path(root) / f"{_PREFIX}{digest}")
-        try:
+        with file_errors(self.directory):
             _sweep_stale(pathlib.Path(root), self.directory)
             self.directory.mkdir(mode=0o700, exist_ok=True)
             _require_private(self.directory)
-            self._held: int | None = _hold(self.directory)
+            self._held: int | None = shared_lock(self.directory)
             (self.directory / _OWNER).write_bytes(content)
             self.host = _read_or_create(self.directory / _HOST)
             """Identifier that only the ranks that share this memory have."""
-        except OSError as error:
-            raise cannot_write(self.directory, error) from error
         self.manifest = b""
         """Manifest of the newest save, on the first rank."""
-
-    @property
-    def is_shared(self) -> bool:
-        """False: a rank sees only its own host's memory."""
-        return False
 
     def begin(self, step: int, save_id: str) -> None:
         """Does nothing: every host creates its own directories."""
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
         """Writes a file of this rank."""
-        self._make(self._attempt(step, save_id))
+        self._make(self._pending(step, save_id))
         return super().write(step, save_id, name, parts)
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
@@ -96,28 +80,25 @@ class MemoryPlace(DirectoryPlace):
 
     def publish_here(self, step: int, save_id: str, manifest: bytes) -> None:
         """Publishes this host's part; one rank per host calls it."""
-        self._make(self._attempt(step, save_id))
+        self._make(self._pending(step, save_id))
         super().publish(step, save_id, manifest)
 
     def own_file(self, step: int, save_id: str, name: str) -> pathlib.Path:
         """Returns the path of a file that this rank has written."""
-        return self._attempt(step, save_id) / name
+        return self._pending(step, save_id) / name
 
     def reserve(self, step: int, save_id: str, name: str, num_bytes: int) -> pathlib.Path:
         """Allocates space for a replica, and returns its path; raises if there is not enough.
 
         Otherwise, a full tmpfs would kill the process at the first write to a page without memory.
         """
-        path = self._attempt(step, save_id) / _REPLICAS / name
+        path = self._pending(step, save_id) / _REPLICAS / name
         self._make(path.parent)
-        try:
-            with path.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        with file_errors(path), path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
         return path
 
-    def held_file(self, step: int, name: str, *, is_replica: bool) -> pathlib.Path:
+    def file_path(self, step: int, name: str, *, is_replica: bool) -> pathlib.Path:
         """Returns the path at which this host would hold a published file or its replica."""
         published = self._published(step)
         return (published / _REPLICAS if is_replica else published) / name
@@ -139,10 +120,8 @@ class MemoryPlace(DirectoryPlace):
             self._held = None
 
     def _make(self, path: pathlib.Path) -> None:
-        try:
+        with file_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
 
 
 def _read_or_create(path: pathlib.Path) -> str:
@@ -166,13 +145,6 @@ def _require_private(directory: pathlib.Path) -> None:
             f"{directory}: belongs to another user, or other users can open it; remove it, or set "
             "checkpoint.memory_directory to a tmpfs of your own"
         )
-
-
-def _hold(directory: pathlib.Path) -> int:
-    descriptor = os.open(directory, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return descriptor
 
 
 def _sweep_stale(root: pathlib.Path, own: pathlib.Path) -> None:

@@ -1,13 +1,10 @@
-"""Checkpoint state of a model and its optimizers, independent of the strategy.
+"""State of a model, its optimizers and its generators in a checkpoint, for any strategy.
 
-Saves and loads optimizer state in one format for all optimizers.
-
-State with one number per element of a parameter is saved flat, under the parameter's name. Each
-rank holds a range of it: all of it for a replicated parameter, rows of it for a DTensor, and any
-elements of it in a `ShardedOptimizer`, which defines this format. Where tensor-parallel ranks split
-the rows of a matrix, they exchange state until each has whole rows.
-
-Random state of this rank, as JSON.
+Optimizer state has one format for all optimizers. State with one number per element of a parameter
+is saved flat, under the parameter's name. Each rank holds a range of it: all of it for a replicated
+parameter, rows of it for a DTensor, and any elements of it in a `ShardedOptimizer`, which defines
+this format. Where tensor-parallel ranks split the rows of a matrix, they exchange state until each
+has whole rows.
 """
 
 import base64
@@ -49,13 +46,7 @@ from paceline.parallel.zero.shard_optimizer import MASTER, STEP
 def optimizer_state(
     optimizer: Optimizer, model: nn.Module, stages: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Returns the state of an optimizer that this rank saves.
-
-    Args:
-        optimizer: An optimizer of torch, or a `ShardedOptimizer`.
-        model: Model of its parameters, whose names identify the state.
-        stages: Process group of the ranks with the other parameters, if a pipeline splits them.
-    """
+    """Returns the state of an optimizer that this rank saves."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.checkpoint_state(model)
     _require_supported(optimizer)
@@ -78,13 +69,6 @@ def load_optimizer_state(
     """Loads an optimizer's state from a checkpoint, regardless of which optimizer saved it.
 
     All ranks must call it.
-
-    Args:
-        optimizer: An optimizer of torch, or a `ShardedOptimizer`.
-        model: Model of its parameters.
-        source: The checkpoint.
-        prefix: Name under which the optimizer was saved.
-        stages: Process group of the ranks with the other parameters, if a pipeline splits them.
     """
     what = f"loading {source.checkpoint.storage.url}"
     try:
@@ -293,11 +277,7 @@ def capture_random_state() -> Json:
 
 
 def restore_random_state(state: Json) -> None:
-    """Restores the state of every generator.
-
-    Args:
-        state: Result of `capture_random_state`.
-    """
+    """Restores the state of every generator."""
     torch.set_rng_state(_tensor(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(np.frombuffer(_decode(words), np.uint32).tolist()), gauss))

@@ -1,21 +1,7 @@
-"""Checkpoint locations: a local directory or a prefix of an S3 bucket, behind one protocol.
+"""Where checkpoints are stored: a local directory or a prefix of an S3 bucket, behind one protocol.
 
-Invariant of every location: a step is either complete or absent. Ranks write files under the name
-of the attempt, and one publishes them in one atomic operation. A published step is never written
-again.
-
-Names of checkpoint directories.
-
-Checkpoints in a local directory.
-
-An attempt is written to ``step-00000200.tmp-ID``, with an fsync per file, and gets its final name
-once its manifest is written. Every process that takes part holds a shared lock on the attempt,
-which ends with the process. An attempt that no process locks was left behind, and may be removed.
-
-Checkpoints under a prefix of an S3 bucket.
-
-Objects cannot be renamed, so an attempt's files have their final names from the start, under the
-attempt's id. A step exists once its manifest does, and the manifest is created only if absent.
+Invariant: a step is either complete or absent. Ranks write files under the name of a pending save,
+and one publishes them in one atomic operation. A published step is never written again.
 """
 
 import contextlib
@@ -24,7 +10,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from paceline.checkpoint.errors import CheckpointError, cannot_list, cannot_move, cannot_write
@@ -32,16 +18,13 @@ from paceline.checkpoint.format import MANIFEST, decode_manifest
 from paceline.data.storage import LocalStorage, S3Storage, Storage, open_storage
 
 
-class Place(Protocol):
-    """A location for checkpoints by step, and for attempts to save them."""
+class CheckpointStorage(Protocol):
+    """A location for checkpoints by step, and for pending saves."""
 
-    @property
-    def url(self) -> str:
-        """Path or URL of the location, as a user would write it."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether every rank sees the files of all ranks."""
+    url: str
+    """Path or URL of the location, as a user would write it."""
+    is_shared: bool
+    """Whether every rank sees the files of all ranks."""
 
     def steps(self) -> list[int]:
         """Returns the published steps, newest first."""
@@ -50,37 +33,39 @@ class Place(Protocol):
         """Returns the files of a published step."""
 
     def begin(self, step: int, save_id: str) -> None:
-        """Prepares an attempt; one process calls it, before any process writes."""
+        """Prepares a pending save; one process calls it, before any process writes."""
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        """Writes a file of an attempt, and returns its name in the published step."""
+        """Writes a file of a pending save, and returns its name in the published step."""
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
-        """Returns the sizes of the attempt's files that this process sees, by name in the step."""
+        """Returns the sizes of the files that this process sees, by name in the step."""
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
-        """Publishes an attempt as the step; one process calls it, after all have written."""
+        """Publishes a pending save as the step; one process calls it, after all have written."""
 
     def abandon(self, step: int, save_id: str) -> None:
-        """Removes a failed attempt."""
+        """Removes a failed save."""
 
     def release(self, step: int, save_id: str) -> None:
-        """Releases an attempt that another process publishes or abandons."""
+        """Releases a pending save that another process publishes or abandons."""
 
     def remove(self, step: int) -> None:
         """Removes a published step; a partially removed step counts as absent."""
 
-    def set_aside(self, step: int, save_id: str) -> None:
+    def quarantine(self, step: int, save_id: str) -> None:
         """Renames a damaged step, and keeps it for inspection."""
 
     def sweep(self) -> list[str]:
         """Removes what killed processes have left behind; returns the names."""
 
 
-def open_place(place: str | os.PathLike[str]) -> Place:
+def open_checkpoints(location: str | os.PathLike[str]) -> CheckpointStorage:
     """Opens the location at a directory or at ``s3://bucket/prefix``."""
-    storage = open_storage(place)
-    return BucketPlace(storage) if isinstance(storage, S3Storage) else DirectoryPlace(storage.url)
+    storage = open_storage(location)
+    return (
+        BucketStorage(storage) if isinstance(storage, S3Storage) else DirectoryStorage(storage.url)
+    )
 
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -98,33 +83,27 @@ def parse_step(name: str) -> int | None:
 
 
 _UNFINISHED = ".tmp-"
-_SET_ASIDE = ".damaged-"
+_QUARANTINED = ".damaged-"
 
 
-class DirectoryPlace:
+class DirectoryStorage:
     """Checkpoints in a directory, which is created with the first of them.
 
-    Args:
-        directory: Directory of the steps.
+    A pending save is written to ``step-00000200.tmp-ID``, with an fsync per file, and gets its
+    final name once its manifest is written. Every process that takes part holds a shared lock on
+    it, which ends with the process. Without a lock it was left behind, and may be removed.
     """
+
+    is_shared = True
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = pathlib.Path(directory)
+        self.url = str(directory)
         self._locks: dict[pathlib.Path, int] = {}
-
-    @property
-    def url(self) -> str:
-        """The directory's path."""
-        return str(self.directory)
-
-    @property
-    def is_shared(self) -> bool:
-        """True: all ranks must use the same directory."""
-        return True
 
     def steps(self) -> list[int]:
         """Returns the published steps, newest first."""
-        with _list_errors(self.directory):
+        with file_errors(self.directory, cannot_list):
             if not self.directory.is_dir():
                 return []
             found = [parse_step(path.name) for path in self.directory.iterdir() if path.is_dir()]
@@ -135,9 +114,9 @@ class DirectoryPlace:
         return LocalStorage(self._published(step))
 
     def begin(self, step: int, save_id: str) -> None:
-        """Creates the directory of an attempt."""
-        path = self._attempt(step, save_id)
-        with _write_errors(path):
+        """Creates the directory of a pending save."""
+        path = self._pending(step, save_id)
+        with file_errors(path):
             if self._published(step).exists():
                 raise CheckpointError(
                     f"{self._published(step)} already exists, and checkpoints are never "
@@ -147,66 +126,62 @@ class DirectoryPlace:
             self._lock(path)
 
     def write(self, step: int, save_id: str, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        """Writes a file of an attempt, and syncs it to disk."""
-        attempt = self._attempt(step, save_id)
-        with _write_errors(attempt / name):
-            self._lock(attempt)
-            _write_synchronised(attempt / name, parts)
+        """Writes a file of a pending save, and syncs it to disk."""
+        pending = self._pending(step, save_id)
+        with file_errors(pending / name):
+            self._lock(pending)
+            _write_synchronised(pending / name, parts)
         return name
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
-        """Returns the sizes of an attempt's files."""
-        attempt = self._attempt(step, save_id)
-        with _write_errors(attempt):
-            return LocalStorage(attempt).sizes()
+        """Returns the sizes of a pending save's files."""
+        pending = self._pending(step, save_id)
+        with file_errors(pending):
+            return LocalStorage(pending).sizes()
 
     def publish(self, step: int, save_id: str, manifest: bytes) -> None:
-        """Writes the manifest, and renames the attempt to its final name."""
-        attempt = self._attempt(step, save_id)
-        with _write_errors(attempt / MANIFEST):
-            _write_synchronised(attempt / MANIFEST, [manifest])
-            _synchronise(attempt)
-        with _write_errors(self._published(step)):
-            attempt.rename(self._published(step))
+        """Writes the manifest, and renames the pending save to its final name."""
+        pending = self._pending(step, save_id)
+        with file_errors(pending / MANIFEST):
+            _write_synchronised(pending / MANIFEST, [manifest])
+            _synchronise(pending)
+        with file_errors(self._published(step)):
+            pending.rename(self._published(step))
             _synchronise(self.directory)
-        self._unlock(attempt)
+        self._unlock(pending)
 
     def abandon(self, step: int, save_id: str) -> None:
-        """Removes a failed attempt, as far as possible."""
-        attempt = self._attempt(step, save_id)
-        self._unlock(attempt)
-        shutil.rmtree(attempt, ignore_errors=True)
+        """Removes a failed save, as far as possible."""
+        pending = self._pending(step, save_id)
+        self._unlock(pending)
+        shutil.rmtree(pending, ignore_errors=True)
 
     def release(self, step: int, save_id: str) -> None:
-        """Releases an attempt, which another process has published or will remove."""
-        self._unlock(self._attempt(step, save_id))
+        """Releases a pending save, which another process has published or will remove."""
+        self._unlock(self._pending(step, save_id))
 
     def remove(self, step: int) -> None:
         """Removes a step; renames it first, so that a partially removed step does not count."""
         path = self._published(step)
         doomed = path.with_name(f"{path.name}{_UNFINISHED}{os.urandom(4).hex()}")
-        try:
+        with file_errors(path, cannot_move):
             path.rename(doomed)
             shutil.rmtree(doomed)
-        except OSError as error:
-            raise cannot_move(path, error) from error
 
-    def set_aside(self, step: int, save_id: str) -> None:
+    def quarantine(self, step: int, save_id: str) -> None:
         """Renames a damaged step."""
         path = self._published(step)
-        try:
-            path.rename(path.with_name(f"{path.name}{_SET_ASIDE}{save_id}"))
-        except OSError as error:
-            raise cannot_move(path, error) from error
+        with file_errors(path, cannot_move):
+            path.rename(path.with_name(f"{path.name}{_QUARANTINED}{save_id}"))
 
     def sweep(self) -> list[str]:
-        """Removes the attempts that no process locks."""
+        """Removes the pending saves that no process locks."""
         swept = []
-        with _list_errors(self.directory):
+        with file_errors(self.directory, cannot_list):
             for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
                 stem, mark, _ = path.name.partition(_UNFINISHED)
-                is_attempt = mark and parse_step(stem) is not None and path.is_dir()
-                if is_attempt and _is_left_behind(path):
+                is_pending = mark and parse_step(stem) is not None and path.is_dir()
+                if is_pending and _is_left_behind(path):
                     shutil.rmtree(path, ignore_errors=True)
                     swept.append(path.name)
         return swept
@@ -214,17 +189,12 @@ class DirectoryPlace:
     def _published(self, step: int) -> pathlib.Path:
         return self.directory / step_name(step)
 
-    def _attempt(self, step: int, save_id: str) -> pathlib.Path:
+    def _pending(self, step: int, save_id: str) -> pathlib.Path:
         return self.directory / f"{step_name(step)}{_UNFINISHED}{save_id}"
 
     def _lock(self, path: pathlib.Path) -> None:
-        if path in self._locks:
-            return
-        descriptor = os.open(path, os.O_RDONLY)
-        # Some network file systems have no locks: then nothing is swept there either.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._locks[path] = descriptor
+        if path not in self._locks:
+            self._locks[path] = shared_lock(path)
 
     def _unlock(self, path: pathlib.Path) -> None:
         if (descriptor := self._locks.pop(path, None)) is not None:
@@ -232,19 +202,14 @@ class DirectoryPlace:
 
 
 @contextlib.contextmanager
-def _write_errors(path: pathlib.Path) -> Iterator[None]:
+def file_errors(
+    path: pathlib.Path, make: Callable[[pathlib.Path, OSError], CheckpointError] = cannot_write
+) -> Iterator[None]:
+    """Raises a `CheckpointError` that names the path for an `OSError` inside."""
     try:
         yield
     except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-@contextlib.contextmanager
-def _list_errors(path: pathlib.Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise cannot_list(path, error) from error
+        raise make(path, error) from error
 
 
 def _write_synchronised(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None:
@@ -265,8 +230,17 @@ def _synchronise(directory: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+def shared_lock(directory: pathlib.Path) -> int:
+    """Returns a descriptor that holds a shared lock on a directory until it is closed."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    # Some network file systems have no locks: then nothing is swept there either.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
+
+
 def _is_left_behind(path: pathlib.Path) -> bool:
-    """Returns whether no process holds a lock on an attempt."""
+    """Returns whether no process holds a lock on a pending save."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -281,25 +255,18 @@ def _is_left_behind(path: pathlib.Path) -> bool:
         os.close(descriptor)
 
 
-class BucketPlace:
-    """Checkpoints under a prefix.
+class BucketStorage:
+    """Checkpoints under a prefix of an S3 bucket.
 
-    Args:
-        storage: Storage of the bucket and the prefix.
+    Objects cannot be renamed, so the files of a pending save have their final names from the start,
+    under its id. A step exists once its manifest does, and the manifest is created only if absent.
     """
+
+    is_shared = True
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-
-    @property
-    def url(self) -> str:
-        """URL of the bucket and the prefix."""
-        return self._storage.url
-
-    @property
-    def is_shared(self) -> bool:
-        """True: there is one bucket."""
-        return True
+        self.url = storage.url
 
     def steps(self) -> list[int]:
         """Returns the steps that have a manifest, newest first."""
@@ -327,7 +294,7 @@ class BucketPlace:
         return own_name
 
     def sizes(self, step: int, save_id: str) -> dict[str, int]:
-        """Returns the sizes of an attempt's objects."""
+        """Returns the sizes of a pending save's objects."""
         found = self._storage.sizes(f"{step_name(step)}/{save_id}")
         return {name.removeprefix(f"{step_name(step)}/"): size for name, size in found.items()}
 
@@ -340,7 +307,7 @@ class BucketPlace:
             )
 
     def abandon(self, step: int, save_id: str) -> None:
-        """Removes the objects of an attempt."""
+        """Removes the objects of a pending save."""
         for name in self._storage.sizes(f"{step_name(step)}/{save_id}"):
             self._storage.delete(name)
 
@@ -353,16 +320,16 @@ class BucketPlace:
         for name in self._storage.sizes(step_name(step)):
             self._storage.delete(name)
 
-    def set_aside(self, step: int, save_id: str) -> None:
+    def quarantine(self, step: int, save_id: str) -> None:
         """Renames the manifest of a damaged step."""
         name = f"{step_name(step)}/{MANIFEST}"
         self._storage.write(f"{name}.damaged-{save_id}", self._storage.read(name))
         self._storage.delete(name)
 
     def sweep(self) -> list[str]:
-        """Removes unpublished attempts at steps up to the newest one.
+        """Removes pending saves at steps up to the newest one.
 
-        A run saves its steps in order, so no attempt at an older step is still in progress.
+        A run saves its steps in order, so no save of an older step is still in progress.
         """
         sizes = self._storage.sizes()
         newest = max(_published(sizes), default=-1)
@@ -377,7 +344,7 @@ class BucketPlace:
         return swept
 
     def _left_behind(self, step: int, names: list[str]) -> list[str]:
-        """Returns the files of attempts that are neither published nor set aside."""
+        """Returns the files of pending saves that are neither published nor set aside."""
         manifests = [name for name in names if name.split("/")[1].startswith(MANIFEST)]
         attempts = {name.split("/")[1] for name in names if name not in manifests}
         if len(attempts) <= len(manifests):

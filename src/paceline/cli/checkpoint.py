@@ -58,9 +58,9 @@ class VerifyCommand:
         """Prints findings; returns 1 if there are any."""
         from paceline.checkpoint.catalog import verify_checkpoint
         from paceline.checkpoint.errors import CheckpointError
-        from paceline.checkpoint.storage import open_place
+        from paceline.checkpoint.storage import open_checkpoints
 
-        steps = sorted(open_place(self.place).steps()) if self.step is None else [self.step]
+        steps = sorted(open_checkpoints(self.place).steps()) if self.step is None else [self.step]
         if not steps:
             raise CheckpointError(
                 f"{self.place}: no checkpoints to verify; give the place where a run saves them"

@@ -162,10 +162,10 @@ class TrainCommand:
 
     def _be_rank(self, config: "RunConfig", restarts: "tuple[Restart, ...]") -> int:
         """Trains as one rank, or starts the ranks that train."""
+        from paceline.health.errors import AgreedError
         from paceline.parallel import distributed_session
         from paceline.parallel.ranks.heartbeats import beat_final
         from paceline.training.replica_launch import REPLICA
-        from paceline.health.errors import AgreedError
         from paceline.training.run import run
 
         with distributed_session(

@@ -2,14 +2,15 @@
 
 Replicated tensors are compared across ranks. Usually this costs one read of the state and one
 all-reduce of two numbers, at any world size; only if ranks differ do they exchange more, to find
-out which rank and which tensor. A tensor that only one rank has, such as a shard, can only be compared
-with its own earlier value: nothing may change it between two updates, so that a flipped bit
-identifies its rank even if no other rank has a copy.
+out which rank and which tensor. A tensor that only one rank has, such as a shard, can only be
+compared with its own earlier value: nothing may change it between two updates, so that a flipped
+bit identifies its rank even if no other rank has a copy.
 
 A checksum reads the bits of a tensor at memory bandwidth. 64-bit words are summed by row, and the
 row sums are summed with odd multipliers, all modulo 2^64. A flipped bit changes one word by a power
 of two, and an odd multiple of that is not zero. Any single flip, and any number of flips in one
-word, therefore changes the checksum. It detects accidents; it does not resist deliberate collisions.
+word, therefore changes the checksum. It detects accidents; it does not resist deliberate
+collisions.
 """
 
 import collections

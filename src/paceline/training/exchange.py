@@ -30,7 +30,7 @@ from paceline.checkpoint.dcp import dtype_of
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.restore import Source
 from paceline.checkpoint.state import MODEL
-from paceline.checkpoint.storage import open_place
+from paceline.checkpoint.storage import open_checkpoints
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 from paceline.core.units import Progress
@@ -103,19 +103,19 @@ def open_saved_model(where: str, step: int | None = None) -> SavedModel:
         step: Step of the checkpoint; by default the newest complete one.
     """
     if "://" not in where and (pathlib.Path(where) / CHECKPOINTS).is_dir():
-        run, place = where, open_place(pathlib.Path(where) / CHECKPOINTS)
+        run, location = where, open_checkpoints(pathlib.Path(where) / CHECKPOINTS)
     else:
-        run, place = _parent(where), open_place(where)
-    steps = place.steps()
+        run, location = _parent(where), open_checkpoints(where)
+    steps = location.steps()
     if step is None:
-        step = next(complete_steps(place), None)
+        step = next(complete_steps(location), None)
     if step is None or step not in steps:
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(
             f"{where}: no {what}; give the directory of a run or the place of its checkpoints; "
             "`paceline checkpoint list` shows what is there"
         )
-    checkpoint = open_checkpoint(place, step)
+    checkpoint = open_checkpoint(location, step)
     return SavedModel(
         checkpoint=checkpoint, identity=identity_of(checkpoint), tokenizer_json=_read_tokenizer(run)
     )

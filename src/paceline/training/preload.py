@@ -9,7 +9,7 @@ _LATE = (
     "numpy.random",
     "rich.live",
     "paceline.training.run",
-    "paceline.checkpoint.dcp_reader",
+    "paceline.checkpoint.restore",
 )
 
 

@@ -1,8 +1,8 @@
 """Elastic replicas of a run: they may leave and rejoin while the others continue to train.
 
 Replicas agree on the members of every step through a group of their own, which outlives any of
-them. A replica that joins receives the state of one that is further. If a replica is lost while a step
-runs, the step does not commit: nothing has changed, and the remaining replicas repeat it.
+them. A replica that joins receives the state of one that is further. If a replica is lost while a
+step runs, the step does not commit: nothing has changed, and the remaining replicas repeat it.
 
 All replicas have the same results of a step. The first member reports them; a replica that becomes
 the first opens the run's metrics, and adds the rows that a lost one did not write.

@@ -29,7 +29,6 @@ from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.ranks.supervisor import Restart
 from paceline.records.environment import capture_environment
 from paceline.training.config import RunConfig
-from paceline.training.elastic.launch import NUM_REPLICAS
 from paceline.training.forecast import (
     MEMORY_REMEDY,
     Forecast,
@@ -51,6 +50,7 @@ from paceline.training.observers import (
 from paceline.training.panel import PanelObserver
 from paceline.training.parallelize import build
 from paceline.training.record import RecordObserver
+from paceline.training.replica_launch import NUM_REPLICAS
 from paceline.training.replicas import Replicas, Reporter
 from paceline.training.run_checkpointer import RunCheckpointer
 from paceline.training.run_files import (

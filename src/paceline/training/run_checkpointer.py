@@ -118,22 +118,22 @@ class RunCheckpointer:
     Args:
         config: The run.
         session: Distributed session of this rank.
-        place: Location of its checkpoints.
+        location: Location of its checkpoints.
         diverged: Location for the state before a rejected step.
     """
 
-    def __init__(self, config: RunConfig, session: Session, place: str, diverged: str) -> None:
+    def __init__(self, config: RunConfig, session: Session, location: str, diverged: str) -> None:
         self._config = config
         self._session = session
-        self._place = place
+        self._location = location
         self._identity = _identity(config)
         self._diverged = diverged
         self._checkpointer = Checkpointer(
-            place, keep=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
+            location, keep=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
         )
         self._memory: MemoryTier | None = None
         if config.checkpoint.memory_every_steps:
-            self._memory = MemoryTier(config.checkpoint.memory_directory, place)
+            self._memory = MemoryTier(config.checkpoint.memory_directory, location)
 
     def take_notices(self) -> list[str]:
         """Returns and clears the pending notices for the user."""
@@ -148,7 +148,7 @@ class RunCheckpointer:
 
     def is_saved(self, step: int) -> bool:
         """Returns whether a step is on disk."""
-        return step in self._checkpointer.place.steps()
+        return step in self._checkpointer.location.steps()
 
     def save_in_memory(self, step: int, train_state: TrainState, loader: Position) -> None:
         """Saves the state after a step in host memory; a failure does not end the run."""
@@ -200,13 +200,13 @@ class RunCheckpointer:
 
     def _restore_from_disk(self, train_state: TrainState) -> Restored | None:
         return load_newest_valid(
-            self._place, lambda source: self._load(source, train_state), self._checkpointer.group
+            self._location, lambda source: self._load(source, train_state), self._checkpointer.group
         )
 
     def _restore_from_memory(self, train_state: TrainState) -> Restored | None:
         if self._memory is None:
             return None
-        steps = from_first(self._checkpointer.place.steps, self._checkpointer.group)
+        steps = from_first(self._checkpointer.location.steps, self._checkpointer.group)
         on_disk = self._checkpointer.published_step = steps[0] if steps else -1
         restored = self._memory.load(lambda source: self._load(source, train_state), on_disk)
         if restored is None and steps:
@@ -228,7 +228,7 @@ class RunCheckpointer:
         saved = identity_of(source.checkpoint)
         if difference := saved.difference(self._identity):
             raise UsageError(
-                f"{self._place}: the checkpoint of step {source.checkpoint.step} is of another "
+                f"{self._location}: the checkpoint of step {source.checkpoint.step} is of another "
                 f"model: {difference}; change out, or the model"
             )
         has_trained = saved.data is not None

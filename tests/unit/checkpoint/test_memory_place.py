@@ -7,11 +7,11 @@ import pytest
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.memory import Hosts
-from paceline.checkpoint.memory_storage import MemoryPlace, run_token
+from paceline.checkpoint.memory_storage import MemoryStorage, run_token
 
 
-def _open(root: pathlib.Path, run: pathlib.Path) -> MemoryPlace:
-    return MemoryPlace(root, str(run / "token"), run_token(run / "token"))
+def _open(root: pathlib.Path, run: pathlib.Path) -> MemoryStorage:
+    return MemoryStorage(root, str(run / "token"), run_token(run / "token"))
 
 
 def test_a_run_finds_its_memory_again_and_another_run_does_not(tmp_path: pathlib.Path) -> None:

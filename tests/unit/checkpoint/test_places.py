@@ -9,7 +9,7 @@ import pytest
 from paceline.checkpoint.catalog import complete_steps, keep_last
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.storage import DirectoryPlace, open_place
+from paceline.checkpoint.storage import DirectoryStorage, open_checkpoints
 from tests.unit.checkpoint.runs import SmallRun, save_steps
 from tests.unit.data.s3_server import s3_server
 
@@ -22,7 +22,7 @@ def s3() -> Iterator[str]:
 
 def test_attempts_that_nobody_holds_are_swept(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, [1])
-    held, dead = DirectoryPlace(tmp_path), DirectoryPlace(tmp_path)
+    held, dead = DirectoryStorage(tmp_path), DirectoryStorage(tmp_path)
     held.begin(2, "held")
     dead.begin(3, "dead")
     dead.write(3, "dead", "rank-00000-00000.safetensors", [b"half"])
@@ -43,7 +43,7 @@ def test_what_is_damaged_is_neither_counted_nor_removed(tmp_path: pathlib.Path) 
     save_steps(tmp_path, [1, 2, 3, 4])
     (tmp_path / "step-00000003" / "rank-00000-00000.safetensors").unlink()
     (tmp_path / "step-00000004" / "manifest.json").write_text("{}")
-    place = open_place(tmp_path)
+    place = open_checkpoints(tmp_path)
     assert list(complete_steps(place)) == [2, 1]
     assert keep_last(place, 2) == []
     assert keep_last(place, 1) == [1]
@@ -65,7 +65,7 @@ def test_failed_saves_leave_the_one_before(tmp_path: pathlib.Path) -> None:
         with pytest.raises(CheckpointError, match="step 3"):
             checkpointer.save(4, run.state(), None)
         checkpointer.save(4, run.state(), None)
-    assert open_place(tmp_path).steps() == [4]
+    assert open_checkpoints(tmp_path).steps() == [4]
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: pathlib.Path) -> None:
@@ -79,7 +79,7 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path: pathlib.Path) -> N
 
 def test_attempts_in_a_bucket_are_swept_once_a_newer_step_is_there(s3: str) -> None:
     url = f"{s3}/{os.urandom(4).hex()}"
-    place = open_place(url)
+    place = open_checkpoints(url)
     for step, save_id in ((1, "killed"), (2, "killed"), (3, "killed")):
         place.write(step, save_id, "rank-00000-00000.safetensors", [b"half"])
     save_steps(url, [2])
@@ -87,7 +87,7 @@ def test_attempts_in_a_bucket_are_swept_once_a_newer_step_is_there(s3: str) -> N
     assert list(place.storage(1).sizes()) == []
     assert len(place.storage(2).sizes()) == 2
     assert len(place.storage(3).sizes()) == 1  # The save may be in flight.
-    place.set_aside(2, "x")
+    place.quarantine(2, "x")
     assert place.steps() == []
     save_steps(url, [4])
     assert len(place.storage(2).sizes()) == 2  # Kept for inspection.

@@ -13,11 +13,11 @@ import torch
 
 from paceline.checkpoint.catalog import list_checkpoints, verify_checkpoint
 from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.dcp_writer import Attempt
+from paceline.checkpoint.dcp_writer import PendingSave
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.restore import Source, load_newest_valid, load_step
 from paceline.checkpoint.state import capture_random_state, restore_random_state
-from paceline.checkpoint.storage import open_place
+from paceline.checkpoint.storage import open_checkpoints
 from tests.unit.checkpoint.runs import SmallRun, equal, save_steps
 from tests.unit.data.s3_server import s3_server
 
@@ -64,7 +64,7 @@ def test_a_step_is_never_written_again(place: str) -> None:
 
 
 def test_two_runs_that_publish_the_same_step(place: str) -> None:
-    opened = open_place(place)
+    opened = open_checkpoints(place)
     opened.begin(7, "one")
     opened.begin(7, "two")
     for save_id in ("one", "two"):
@@ -103,7 +103,7 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
 def test_all_dtypes_and_shapes_in_small_files_and_blocks(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_small_blocks = functools.partial(Attempt, block_bytes=16)
+    in_small_blocks = functools.partial(PendingSave, block_bytes=16)
     monkeypatch.setattr("paceline.checkpoint.checkpointer.Attempt", in_small_blocks)
     with Checkpointer(tmp_path, asynchronous=False, max_file_bytes=300) as checkpointer:
         checkpointer.save(0, {"tensors": _tensors(1)}, None)
