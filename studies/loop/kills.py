@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 
-from paceline.training.audit import audit_run
+from paceline.training.run_directory import audit_run
 from paceline.workflows.loop.directory import LoopDirectory
 from paceline.workflows.sweep.directory import ENDED
 from studies.harness.records import FaultRecords

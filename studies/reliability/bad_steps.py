@@ -25,8 +25,8 @@ from typing import Literal
 import torch
 
 from paceline.parallel import RankPool
-from paceline.training.audit import audit_run
 from paceline.training.config import RunConfig
+from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
 from studies.harness.records import FaultRecords
 from studies.harness.runs import write_config

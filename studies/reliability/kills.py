@@ -26,9 +26,9 @@ import tempfile
 import time
 
 from paceline.parallel.ranks.heartbeats import Heartbeat, Heartbeats, Phase, Writing
-from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig, RunConfig
 from paceline.training.metrics import RESTARTED, EventRow, MetricsFile
+from paceline.training.run_directory import audit_run
 from studies.harness.records import FaultRecords
 from studies.harness.runs import run_to_disturb, steps_of, write_config
 from studies.harness.study import start_paceline, study_parser

@@ -23,8 +23,8 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from paceline.training.audit import audit_run
 from paceline.training.config import ParallelConfig
+from paceline.training.run_directory import audit_run
 from studies.harness.records import FaultRecords
 from studies.harness.runs import run_to_disturb, steps_of, write_config
 from studies.harness.study import PACELINE, start_paceline, study_parser

@@ -8,6 +8,8 @@ of ten steps; the order alternates. Requires torchft. Appends one `comparison` r
 """
 
 import contextlib
+import os
+import pathlib
 import sys
 import time
 
@@ -15,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torchft.coordination import LighthouseServer
 
-from paceline.core.units import MIB
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.parallel import Session
-from paceline.parallel.elastic import ReplicaGradients
-from paceline.parallel.replica_group import ReplicaGroup
 from paceline.training.config import RunConfig
-from paceline.training.elastic.data import ReplicaData
-from paceline.training.elastic.launch import loopback_address
-from paceline.training.elastic.step import ReplicaStep
+from paceline.training.forecast import layout_of
+from paceline.training.observers import Observers
 from paceline.training.parallelize import build
+from paceline.training.replica_launch import LIGHTHOUSE, NUM_REPLICAS, REPLICA, loopback_address
+from paceline.training.replicas import Replicas, Reporter
+from paceline.training.run_directory import METRICS
 from paceline.training.step import TrainingStep
 from studies.harness.runs import local_session
 from studies.harness.turns import interleaved
@@ -35,9 +36,8 @@ class RankSteps:
     """Training steps of a rank."""
 
     def __init__(self, config: RunConfig, session: Session, stack: contextlib.ExitStack) -> None:
-        trainee = build(config, session)
-        optimizers = list(trainee.optimizers.values())
-        self._runner = TrainingStep(config.training, trainee.model, optimizers, session.device)
+        train_state = build(config, layout_of(config, session.world_size), session)
+        self._runner = TrainingStep(config.training, train_state, session.device)
         self._loader = stack.enter_context(
             TorchLoader(config.loader(), rank=session.rank, world_size=session.world_size)
         )
@@ -59,33 +59,26 @@ class ReplicaSteps:
         self, config: RunConfig, number: int, lighthouse: str, stack: contextlib.ExitStack
     ) -> None:
         device = torch.device("cpu")
-        trainee = build(config, local_session(0, 1))
-        self._data = stack.enter_context(ReplicaData(config, RANKS, device))
-        self._group = ReplicaGroup(
-            number=number,
-            lighthouse=lighthouse,
-            state=dict,
-            load=lambda _: None,
-            timeout_s=config.parallel.replica_timeout_s,
-            quorum_timeout_s=config.parallel.timeout_s,
-        )
-        stack.callback(self._group.close)
-        gradients = ReplicaGradients(
-            trainee.module.named_parameters(), self._group, config.parallel.bucket_size_mb * MIB
-        )
-        self._runner = ReplicaStep(config.training, trainee, self._group, gradients, device)
+        train_state = build(config, layout_of(config, 1), local_session(0, 1))
+        os.environ |= {REPLICA: str(number), NUM_REPLICAS: str(RANKS), LIGHTHOUSE: lighthouse}
+        reporter = Reporter(pathlib.Path(config.out) / METRICS, lambda: Observers([]))
+        self._replicas = Replicas(config, train_state, device, reporter)
+        stack.enter_context(self._replicas.data)
+        stack.callback(self._replicas.close)
+        self._runner = TrainingStep(config.training, train_state, device, replicas=self._replicas)
+        self._replicas.join(lambda: 0)
 
     def turn(self) -> float:
         """Runs one turn and returns its seconds."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(TURN):
-            members = self._group.begin_step()
-            batch = self._data.next(members)
-            size = self._data.batch_size(members.live)
-            if self._runner.run(batch, size, members, stop=False) is None or members.live != RANKS:
+            self._replicas.begin_step()
+            batch = next(self._replicas.data)
+            result = self._runner.run(batch.tokens, batch.targets, digest=batch.digest or 0)
+            if not result.is_committed or self._replicas.members.live != RANKS:
                 raise RuntimeError("a replica was lost while steps were timed")
-            self._data.commit()
+            self._replicas.after_update()
         return time.perf_counter() - began
 
 

@@ -30,6 +30,7 @@ from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import Session, run_ranks
 from paceline.parallel.strategies import apply_strategy, clip_grad_norm, make_optimizer
 from paceline.training.config import CheckpointConfig, RunConfig, ScheduleConfig
+from paceline.training.forecast import layout_of
 from paceline.training.loop import train
 from paceline.training.metrics import MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
@@ -133,9 +134,18 @@ def run_both(rank: int, world_size: int, config: RunConfig) -> dict[str, list[fl
     pathlib.Path(config.out).mkdir(parents=True, exist_ok=True)
     metrics = FileObserver(MetricsFile(f"{config.out}/metrics.jsonl")) if rank == 0 else None
     turns = TakeTurns(BareLoop(config, session), metrics)
-    states = RunCheckpointer(config, session, f"{config.out}/checkpoints", f"{config.out}/diverged")
+    checkpointer = RunCheckpointer(
+        config, session, f"{config.out}/checkpoints", f"{config.out}/diverged"
+    )
     with StopRequest(config.checkpoint.grace_s) as stop:
-        train(config, session, build(config, session), states, turns, stop)
+        train(
+            config,
+            session,
+            build(config, layout_of(config, session.world_size), session),
+            checkpointer,
+            turns,
+            stop,
+        )
     return {"trainer": turns.trainer_s[WARMUP:], "bare": turns.bare_s[WARMUP:]}
 
 

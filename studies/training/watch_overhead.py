@@ -16,10 +16,11 @@ import time
 import torch.distributed as dist
 
 from paceline.data.loader.torch_batches import TorchLoader
+from paceline.health.config import HealthConfig
 from paceline.parallel import Session
 from paceline.training.config import RunConfig
-from paceline.training.health.config import WatchConfig
-from paceline.training.health.monitor import Watch
+from paceline.training.forecast import layout_of
+from paceline.training.loop import make_monitor
 from paceline.training.parallelize import build
 from paceline.training.step import TrainingStep
 from studies.harness.runs import local_session
@@ -31,19 +32,13 @@ class WatchedSteps:
     """Training steps with the same watch calls as in the training loop."""
 
     def __init__(self, config: RunConfig, session: Session, stack: contextlib.ExitStack) -> None:
-        trainee = build(config, session)
-        self._watch = Watch(config, session, trainee)
-        self._runner = TrainingStep(
-            config.training,
-            trainee.model,
-            list(trainee.optimizers.values()),
-            session.device,
-            self._watch,
-        )
+        train_state = build(config, layout_of(config, session.world_size), session)
+        self._monitor = make_monitor(config, config.watch, session, train_state)
+        self._runner = TrainingStep(config.training, train_state, session.device, self._monitor)
         self._loader = stack.enter_context(
             TorchLoader(config.loader(), rank=session.rank, world_size=session.world_size)
         )
-        stack.enter_context(self._watch.dog)
+        stack.enter_context(self._monitor.watchdog)
         self._step = 0
 
     def turn(self) -> float:
@@ -51,15 +46,17 @@ class WatchedSteps:
         dist.barrier()
         began = time.perf_counter()
         for _ in range(TURN):
-            self._watch.begin_step()
+            self._monitor.begin_step()
             batch = next(self._loader)
             result = self._runner.run(batch.tokens, batch.targets, digest=batch.digest or 0)
-            if self._watch.refusal is not None:
-                raise RuntimeError(f"step {self._step + 1} was not taken: {self._watch.refusal}")
+            if self._monitor.skip_reason is not None:
+                raise RuntimeError(
+                    f"step {self._step + 1} was not taken: {self._monitor.skip_reason}"
+                )
             self._step += 1
-            self._watch.hold()
-            self._watch.findings(self._step, result)
-            damage = self._watch.find_damage(self._step, at_once=False)
+            self._monitor.update_checksum()
+            self._monitor.findings(self._step, result.loss)
+            damage = self._monitor.find_damage(self._step, at_once=False)
             if damage is not None:
                 raise RuntimeError(damage)
         return time.perf_counter() - began
@@ -68,7 +65,7 @@ class WatchedSteps:
 def run_both(rank: int, world_size: int, config: RunConfig, turns: int) -> dict[str, list[float]]:
     """Returns the seconds of turns with and without watching."""
     session = local_session(rank, world_size)
-    off = WatchConfig(hash_every_steps=0, stragglers=False)
+    off = HealthConfig(hash_every_steps=0, stragglers=False)
     with contextlib.ExitStack() as stack:
         watched = WatchedSteps(config, session, stack)
         unwatched = WatchedSteps(dataclasses.replace(config, watch=off), session, stack)

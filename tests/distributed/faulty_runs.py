@@ -15,6 +15,7 @@ from paceline.health.errors import AgreedError
 from paceline.parallel import Session
 from paceline.parallel.ranks.placement import local_placement
 from paceline.training.config import RunConfig
+from paceline.training.forecast import layout_of
 from paceline.training.loop import RunOutcome, train
 from paceline.training.metrics import EventRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
@@ -121,7 +122,7 @@ def train_faulty(
     out = pathlib.Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     metrics = FileObserver(MetricsFile(out / "metrics.jsonl")) if rank == 0 else None
-    train_state = build(config, session)
+    train_state = build(config, layout_of(config, session.world_size), session)
     own = {f.step: (lambda f=f: flip_bit(train_state, f)) for f in flips if f.rank == rank}
     train_state.module.register_forward_hook(PoisonHook([p for p in poisons if p.rank == rank]))
     checkpointer = RunCheckpointer(config, session, str(out / "checkpoints"), str(out / "diverged"))

@@ -14,6 +14,7 @@ from paceline.parallel import RankError, RankPool, Session
 from paceline.parallel.ranks.placement import local_placement
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut
+from paceline.training.forecast import layout_of
 from paceline.training.parallelize import build
 from paceline.training.step import TrainingStep
 from tests.distributed.faulty_runs import Poison, train_faulty
@@ -105,7 +106,7 @@ def _evaluate(rank: int, world_size: int, config: RunConfig) -> list[str]:
     """Evaluates and returns the names of the parameters that are not sharded afterwards."""
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
-    train_state = build(config, session)
+    train_state = build(config, layout_of(config, session.world_size), session)
     held_out = HeldOut.of(config, train_state, session.device)
     assert held_out is not None
     step = TrainingStep(config.training, train_state, session.device)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.lab.slurm import missing_packages, start_slurm, stop_slurm
-from paceline.training.audit import audit_run
 from paceline.training.config import RunConfig
+from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
 from tests.distributed.slurm_cluster import lose_node, slurm_client
 from tests.distributed.small_runs import changed, small_run

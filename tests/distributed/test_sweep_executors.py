@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.lab.slurm import missing_packages, start_slurm, stop_slurm
-from paceline.training.audit import audit_run
+from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.executors import Executor
 from paceline.workflows.sweep.executors.local import LocalExecutor

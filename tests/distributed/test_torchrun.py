@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from paceline.training.audit import audit_run
+from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
 from tests.distributed.small_runs import changed as changed_run
 from tests.distributed.small_runs import losses_of, small_run

@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import UsageError
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
-from paceline.training.layout import layout_of
+from paceline.training.forecast import layout_of
 from paceline.training.metrics import EvaluationRow, MetricsFile, StepRow
 from tests.distributed.small_runs import changed, small_run, train_rank
 

@@ -8,8 +8,8 @@ import torch
 
 from paceline.checkpoint.catalog import list_checkpoints
 from paceline.parallel import RankPool
-from paceline.training.audit import audit_run
 from paceline.training.config import RunConfig
+from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
 from tests.distributed.faulty_runs import Poison, events_of, saved_tensors, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run

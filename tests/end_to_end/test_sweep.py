@@ -10,7 +10,7 @@ import time
 import pytest
 
 from paceline.scaling import read_sweep
-from paceline.training.audit import audit_run
+from paceline.training.run_directory import audit_run
 from tests.end_to_end.zipf_text import prepare_text
 from tests.processes import paceline, until
 

@@ -27,7 +27,7 @@ _MESSAGE_BYTES = 2**26
 
 
 class Messages:
-    """Messages of bounded size in flight; between two ranks, they arrive in the order of starting."""
+    """Messages in flight, of bounded size; between two ranks they arrive in order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -182,7 +182,7 @@ class AuditCommand:
 
     def run(self) -> int:
         """Re-reads the samples and prints findings; returns 1 if there are any."""
-        from paceline.training.audit import audit_run
+        from paceline.training.run_directory import audit_run
 
         num_steps, findings = audit_run(self.run_directory)
         num_wrong = print_findings(findings, self.output)

@@ -149,7 +149,7 @@ class ChaosCommand:
 
     def _audit(self, config: "ChaosConfig") -> "ChaosAudit | None":
         from paceline.lab.chaos.records import audit_chaos
-        from paceline.training.run_files import CONFIG
+        from paceline.training.run_directory import CONFIG
 
         # Only runs of `paceline train` can be audited.
         if not (config.run / CONFIG).exists():

@@ -89,12 +89,14 @@ class ModelConfig:
 
     def _changes(self) -> dict[str, Any]:
         """Returns the dimensions that override the preset."""
-        names = {field.name for field in dataclasses.fields(ModelShape)}
-        return {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if field.name in names and (value := getattr(self, field.name)) is not None
-        }
+        return {name: value for name, value in dimensions(self).items() if value is not None}
+
+
+def dimensions(model: ModelShape | ModelConfig) -> dict[str, Any]:
+    """Returns the dimensions of a model that a config can set, by name."""
+    known = {field.name for field in dataclasses.fields(ModelShape)}
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name in known]
+    return {name: getattr(model, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +251,11 @@ class ParallelConfig:
                 f"parallel.elastic replicas keeps a whole model on every rank, which "
                 f"parallel.strategy {self.strategy} does not; use bucketed"
             )
+
+    @property
+    def default_ranks(self) -> int:
+        """Ranks to start on a host without GPUs: a replica alone has no other to heal from."""
+        return 2 if self.elastic == "replicas" else 1
 
     def strategy_on(self, world_size: int) -> StrategyName:
         """Returns the strategy; always "none" for a single rank."""

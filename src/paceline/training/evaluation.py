@@ -35,14 +35,7 @@ class Evaluation:
 
 
 class HeldOut:
-    """Held-out sequences of a run, read once, the same in every evaluation and split over ranks.
-
-    Args:
-        config: Loader config, whose batch contains all held-out sequences.
-        shard: This rank's shard of them.
-        micro_batch_size: Sequences per forward pass.
-        device: Device to compute on.
-    """
+    """Held-out sequences of a run, read once, the same in every evaluation and split over ranks."""
 
     def __init__(
         self, config: LoaderConfig, shard: DataShard, micro_batch_size: int, device: torch.device
@@ -75,12 +68,7 @@ class HeldOut:
 
     @torch.no_grad()
     def evaluate(self, train_state: TrainState, autocast: Context) -> Evaluation:
-        """Returns the loss, identical on all ranks; all ranks must call it.
-
-        Args:
-            train_state: The model being trained.
-            autocast: Creates the autocast context of a forward pass.
-        """
+        """Returns the loss, identical on all ranks; all ranks must call it."""
         batch, model, shard = self._batch, train_state.model, self._shard
         passes, at_once = self._num_passes, 1
         if train_state.stages is not None and self._is_even:
@@ -106,15 +94,7 @@ class HeldOut:
 
 
 class Sampler:
-    """Continues a prompt by greedy decoding, so that samples are deterministic.
-
-    Args:
-        tokenizer: Tokenizer of the run's data.
-        prompt: The text to continue.
-        num_tokens: Number of tokens to generate.
-        device: Device to compute on.
-        is_compiled: Whether the model's blocks are compiled.
-    """
+    """Continues a prompt by greedy decoding, so that samples are deterministic."""
 
     def __init__(
         self,
@@ -159,12 +139,7 @@ class Sampler:
         return sampler
 
     def sample(self, train_state: TrainState, autocast: Context) -> str:
-        """Returns the continuation; all ranks must call it, as each may hold a part of the model.
-
-        Args:
-            train_state: The model being trained.
-            autocast: Creates the autocast context of a forward pass.
-        """
+        """Returns the continuation; all ranks must call it: each may hold a part of the model."""
         was_training = train_state.model.training
         train_state.model.eval()
         # Compiled blocks would be recompiled for every length.

@@ -57,9 +57,9 @@ from paceline.models.hugging_face.llama import (
     llama_names,
     shape_of_config,
 )
-from paceline.training.config import DataConfig, ModelConfig, RunConfig
+from paceline.training.config import DataConfig, ModelConfig, RunConfig, dimensions
 from paceline.training.run_checkpointer import RunIdentity, identity_of
-from paceline.training.run_files import CHECKPOINTS
+from paceline.training.run_directory import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,7 @@ class SavedModel:
 
 
 def open_saved_model(where: str, step: int | None = None) -> SavedModel:
-    """Opens the model in a checkpoint, without reading any tensor.
-
-    Args:
-        where: Directory of a run, or location of its checkpoints.
-        step: Step of the checkpoint; by default the newest complete one.
-    """
+    """Opens the model in a checkpoint, without reading any tensor."""
     if "://" not in where and (pathlib.Path(where) / CHECKPOINTS).is_dir():
         run, location = where, open_checkpoints(pathlib.Path(where) / CHECKPOINTS)
     else:
@@ -145,15 +140,7 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Writes a model that AutoModelForCausalLM and AutoTokenizer load; returns config.json.
-
-    Args:
-        saved: A model in a checkpoint.
-        out: The directory to create.
-        dtype: dtype to round the weights to; by default they stay as saved.
-        max_shard_bytes: Approximate maximum size of a file of weights.
-        progress: Called with the bytes done so far and in total.
-    """
+    """Writes a model that AutoModelForCausalLM and AutoTokenizer load; returns config.json."""
     tensors = saved.tensors
     config, names = _layout(saved, tensors)
     chosen = {theirs: _rounded(tensors[ours], dtype) for ours, theirs in names.items()}
@@ -209,12 +196,7 @@ _DEFAULT_CONTEXT = 256
 
 
 def import_model(directory: pathlib.Path, run: pathlib.Path) -> RunConfig:
-    """Creates the directory of a run from a Llama model; returns a config to train it.
-
-    Args:
-        directory: Contains config.json, safetensors and, for text data, tokenizer.json.
-        run: The directory to create; it must not contain a run.
-    """
+    """Creates the directory of a run from a Llama model; returns a config to train it."""
     require_room(run)
     settings = read_config(directory)
     shape = shape_of_config(settings, str(directory / CONFIG))
@@ -228,15 +210,9 @@ def import_model(directory: pathlib.Path, run: pathlib.Path) -> RunConfig:
 
 
 def _config_to_train(shape: ModelShape, run: pathlib.Path) -> RunConfig:
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    dimensions = {
-        field.name: getattr(shape, field.name)
-        for field in dataclasses.fields(shape)
-        if field.name in fields
-    }
     return RunConfig(
         out=str(run),
-        model=ModelConfig(**dimensions),
+        model=ModelConfig(**dimensions(shape)),
         data=DataConfig(
             sources=(SourceConfig(place="tokens"),),
             context_length=min(_DEFAULT_CONTEXT, shape.max_context_length),
@@ -256,12 +232,7 @@ class LoadedModel:
 
 
 def load_model(where: str, step: int | None = None) -> LoadedModel:
-    """Loads a model with its tokenizer.
-
-    Args:
-        where: Directory of a run, location of its checkpoints, or directory of a model.
-        step: Step of the checkpoint; by default the newest complete one.
-    """
+    """Loads a model with its tokenizer."""
     directory = pathlib.Path(where)
     if "://" not in where and (directory / CONFIG).exists():
         if step is not None:

@@ -1,17 +1,19 @@
-"""Predicts a run before any rank starts: parameters, FLOPs, memory and time."""
+"""Resolves a run before any rank starts: its layout, parameters, FLOPs, memory and time."""
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+import msgspec
 
 from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.plan import Estimate, ParallelLayout
-from paceline.core.runnable import needs_mesh
+from paceline.core.runnable import Work, needs_mesh, require_runnable
 from paceline.core.specs import BatchShape, precision_preset
-from paceline.core.strategies import StrategyName
+from paceline.core.strategies import StrategyName, sharding_of
 from paceline.core.units import format_binary_bytes
 from paceline.predict.calibration import Calibration, calibrations, inside_host
 from paceline.predict.history import HistoryEntry, Quantity, corrected, history_path, read_history
@@ -20,7 +22,6 @@ from paceline.predict.step import PREDICTED, strategy_step_terms
 from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig
-from paceline.training.layout import layout_of
 
 MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
@@ -30,37 +31,109 @@ _SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {"torch_zero": "sharded_op
 """Strategies that are predicted as another one, which sends the same bytes."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Predictions for a run, made before it starts."""
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Size, limits and predictions of a run, made before its first step.
 
-    num_parameters: int
+    Of a Hugging Face model, only the steps and tokens are known. The run's directory keeps it as
+    JSON.
+    """
+
     num_steps: int
-    flops: float
-    """FLOPs of the whole run, forward and backward."""
-    tokens: int
-    """Tokens that the run trains on."""
-    memory: MemoryParts
-    """Peak memory of a step on the rank that needs most."""
-    kept_in_memory_bytes: int
+    tokens_per_step: int
+    num_parameters: int | None = None
+    flops_per_step: float | None = None
+    """FLOPs of all ranks, forward and backward."""
+    memory_bytes: int | None = None
+    """Peak memory of a step's tensors, on the rank that needs most."""
+    memory: MemoryParts | None = None
+    """The same memory by what it holds."""
+    kept_in_memory_bytes: int = 0
     """Host memory per rank for in-memory checkpoints; 0 without them. Covers the rank's own shard
     and a replica of another's, both twice while a save is in flight, and the staging copy."""
-    step_time_s: float | None
+    step_time_s: float | None = None
     """Predicted from a calibration of the machine; None without one."""
-    corrected: Mapping[Quantity, Estimate]
+    corrected: dict[Quantity, Estimate] = {}
     """Step time and memory, corrected by earlier runs on the same hardware, with intervals."""
+    peak_flops_per_s: float | None = None
+    """Peak FLOP/s of all ranks together; None if no document states it."""
+    memory_limit_bytes: int | None = None
+    """Memory that a rank may use; None if unknown."""
     final_loss: Estimate | None = None
     """Final loss, predicted from smaller runs; None without them."""
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the run trains on."""
+        return self.tokens_per_step * self.num_steps
+
+    @property
+    def flops(self) -> float | None:
+        """FLOPs of the whole run."""
+        return None if self.flops_per_step is None else self.flops_per_step * self.num_steps
+
+    @property
     def formulas(self) -> dict[Quantity, float]:
         """Uncorrected predictions."""
-        return _formulas(self.step_time_s, self.memory)
+        known: dict[Quantity, float | None] = {
+            "step_time_s": self.step_time_s,
+            "memory_bytes": self.memory_bytes,
+        }
+        return {quantity: float(value) for quantity, value in known.items() if value is not None}
 
     @property
     def duration_s(self) -> float | None:
         """Total time of all steps, without evaluations and checkpoints."""
         return None if self.step_time_s is None else self.step_time_s * self.num_steps
+
+    @property
+    def step_time(self) -> Estimate | None:
+        """Step time to compare with the measured one, with its interval; None if not predicted."""
+        if self.step_time_s is None:
+            return None
+        return self.corrected.get("step_time_s") or Estimate(value=self.step_time_s)
+
+    @property
+    def process_memory(self) -> Estimate | None:
+        """Memory of a rank's process, with its interval; None if no earlier runs show it."""
+        memory = self.corrected.get("memory_bytes")
+        return None if memory is None or memory.low is None else memory
+
+    def tokens_per_s(self, step_time_s: float) -> float:
+        """Returns the throughput of all ranks, in tokens per second."""
+        return self.tokens_per_step / step_time_s
+
+    def utilization(self, step_time_s: float) -> float | None:
+        """Returns the model FLOPs utilization (MFU) of a step; None if the peak is unknown."""
+        if self.peak_flops_per_s is None or self.flops_per_step is None:
+            return None
+        return self.flops_per_step / step_time_s / self.peak_flops_per_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A run on a number of ranks, resolved once and handed down."""
+
+    config: RunConfig
+    num_ranks: int
+    """Ranks of the run; of a run with replicas, the number of replicas."""
+    layout: ParallelLayout
+    forecast: Forecast
+
+
+def resolve(
+    config: RunConfig,
+    num_ranks: int,
+    calibration: pathlib.Path | None = None,
+    hardware: str | None = None,
+) -> ResolvedRun:
+    """Resolves a run, with the user's earlier runs as history; arguments as in `forecast`."""
+    layout = layout_of(config, num_ranks)
+    if config.model.hugging_face is None:
+        history = earlier_runs()
+        predicted = _forecast(config, layout, num_ranks, calibration, 1, history, hardware)
+    else:
+        predicted = _unpredicted(config)
+    return ResolvedRun(config=config, num_ranks=num_ranks, layout=layout, forecast=predicted)
 
 
 def forecast(
@@ -82,8 +155,20 @@ def forecast(
         history: Earlier predictions and measurements.
         hardware: The machine, to select from the history; by default that of the calibration.
     """
-    shape = config.model.shape
     layout = layout_of(config, world_size)
+    return _forecast(config, layout, world_size, calibration, at_once, history, hardware)
+
+
+def _forecast(
+    config: RunConfig,
+    layout: ParallelLayout,
+    world_size: int,
+    calibration: pathlib.Path | None,
+    at_once: int,
+    history: Sequence[HistoryEntry],
+    hardware: str | None,
+) -> Forecast:
+    shape = config.model.shape
     passes = config.training.num_passes(layout.data_parallel)
     own = -(-config.training.batch_size // layout.data_parallel)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
@@ -107,25 +192,29 @@ def forecast(
             step_time_s = float(time.total_s.item())
         else:
             step_time_s = _strategy_time_s(config, batch, strategy, passes, ranks)
-    tokens = config.tokens_per_step * config.training.steps
     per_token = flops_per_token(
         shape,
         config.data.context_length,
         activation_checkpointing=config.model.activation_checkpointing,
     )
-    return Forecast(
+    predicted = msgspec.structs.replace(
+        _unpredicted(config),
         num_parameters=count_parameters(shape).total,
-        num_steps=config.training.steps,
-        flops=per_token.model * tokens,
-        tokens=tokens,
+        flops_per_step=per_token.model * config.tokens_per_step,
+        memory_bytes=memory.total,
         memory=memory,
         kept_in_memory_bytes=_kept_in_memory_bytes(config, batch, world_size),
         step_time_s=step_time_s,
-        corrected={
-            quantity: corrected(quantity, formula, hardware or "", world_size, history)
-            for quantity, formula in _formulas(step_time_s, memory).items()
-        },
     )
+    corrections = {
+        quantity: corrected(quantity, formula, hardware or "", world_size, history)
+        for quantity, formula in predicted.formulas.items()
+    }
+    return msgspec.structs.replace(predicted, corrected=corrections)
+
+
+def _unpredicted(config: RunConfig) -> Forecast:
+    return Forecast(num_steps=config.training.steps, tokens_per_step=config.tokens_per_step)
 
 
 def earlier_runs() -> list[HistoryEntry]:
@@ -134,11 +223,6 @@ def earlier_runs() -> list[HistoryEntry]:
         return read_history(history_path())
     except RecordError:
         return []
-
-
-def _formulas(step_time_s: float | None, memory: MemoryParts) -> dict[Quantity, float]:
-    known: dict[Quantity, float] = {} if step_time_s is None else {"step_time_s": step_time_s}
-    return {**known, "memory_bytes": float(memory.total)}
 
 
 def _memory(
@@ -168,19 +252,21 @@ def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int)
 
 
 def require_fit(predicted: Forecast, limit_bytes: int | None) -> None:
-    """Raises if the peak memory of a step exceeds a rank's limit, if that is known."""
-    if limit_bytes is not None and predicted.memory.total > limit_bytes:
+    """Raises if the peak memory of a step exceeds a rank's limit, where both are known."""
+    need, memory = memory_need(predicted), predicted.memory_bytes
+    if limit_bytes is not None and memory is not None and memory > limit_bytes:
         raise UsageError(
-            f"{memory_need(predicted.memory)}, and a rank may use "
-            f"{format_binary_bytes(limit_bytes)}; {MEMORY_REMEDY}"
+            f"{need}, and a rank may use {format_binary_bytes(limit_bytes)}; {MEMORY_REMEDY}"
         )
 
 
-def memory_need(memory: MemoryParts) -> str:
-    """Returns the predicted memory of a step, worded as the start of a sentence."""
+def memory_need(predicted: Forecast) -> str:
+    """Returns the memory of a step, worded as the start of a sentence; empty if not predicted."""
+    if predicted.memory is None:
+        return ""
     return (
-        f"a step needs {format_binary_bytes(memory.total)} per rank, of which "
-        f"activations {format_binary_bytes(memory.activations)}"
+        f"a step needs {format_binary_bytes(predicted.memory.total)} per rank, of which "
+        f"activations {format_binary_bytes(predicted.memory.activations)}"
     )
 
 
@@ -209,3 +295,61 @@ def _strategy_time_s(
     # Only the last pass communicates and updates; all others only compute.
     alone = strategy_step_terms(config.model.shape, batch, "none", calibration, None)
     return terms.total_s + (passes - 1) * (alone.total_s - alone.optimizer_s)
+
+
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
+    """Returns the parallel layout of a run."""
+    layout = _arranged(config, world_size)
+    if not needs_mesh(layout) and layout.pipeline_interleave == 1:
+        return layout
+    if config.model.hugging_face is not None:
+        raise UsageError(
+            "parallel.tensor, context, pipeline and replicate are for Paceline's own model, not "
+            "for model.hugging_face; leave them at 1"
+        )
+    if layout.tensor > 1 and config.model.compile_blocks:
+        # torch 2.13: in backward, a compiled block passes a plain tensor to DTensor's
+        # redistribution.
+        raise UsageError(
+            f"parallel.tensor {layout.tensor} cannot run with model.compile_blocks: torch.compile "
+            "does not return the gradients of DTensors; leave one of them out"
+        )
+    passes = config.training.num_passes(layout.data_parallel)
+    work = Work(
+        shape=config.model.shape,
+        context_length=config.data.context_length,
+        num_micro_batches=passes,
+    )
+    require_runnable(layout, work, "parallel")
+    if layout.pipeline > 1 and config.training.batch_size % (layout.data_parallel * passes):
+        raise UsageError(
+            f"parallel.pipeline {layout.pipeline} needs micro-batches of equal size, and "
+            f"training.batch_size {config.training.batch_size} is not divisible by "
+            f"{layout.data_parallel} data-parallel ranks with {passes} micro-batches each; change "
+            "training.batch_size or training.micro_batch_size"
+        )
+    return layout
+
+
+def _arranged(config: RunConfig, world_size: int) -> ParallelLayout:
+    parallel = config.parallel
+    sizes = {axis: getattr(parallel, axis) for axis in ("tensor", "context", "pipeline")}
+    inner = parallel.tensor * parallel.context * parallel.pipeline * parallel.replicate
+    left, remainder = divmod(world_size, inner)
+    if remainder:
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise UsageError(
+            f"parallel: {axes} and replicate {parallel.replicate} need {inner} ranks, but "
+            f"{world_size} is not a multiple of that; start a multiple of {inner}"
+        )
+    sharding = sharding_of(parallel.strategy)
+    is_sharded = sharding != "none"
+    return ParallelLayout(
+        replicate=parallel.replicate if is_sharded else parallel.replicate * left,
+        shard=left if is_sharded else 1,
+        **sizes,
+        sharding=sharding,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_interleave=parallel.interleave,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )

@@ -43,7 +43,7 @@ from paceline.training.parallelize import TrainState
 from paceline.training.recovery import Recovery
 from paceline.training.replicas import ReplicaData, Replicas, replica_health
 from paceline.training.run_checkpointer import RunCheckpointer
-from paceline.training.run_files import METRICS, STACKS
+from paceline.training.run_directory import METRICS, STACKS
 from paceline.training.signals import StopRequest
 from paceline.training.step import TrainingStep
 
@@ -57,14 +57,7 @@ class Look:
 
 
 class StepProbe:
-    """Samples every n-th step.
-
-    Args:
-        model: The model, wrapped by its strategy.
-        device: Device to compute on.
-        every_steps: Steps between samples.
-        enabled: Whether this rank samples at all.
-    """
+    """Samples every n-th step."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, every_steps: int, *, enabled: bool = True

@@ -1,9 +1,4 @@
-"""Metrics rows of a run: one per step, evaluation and event, and the file that holds them.
-
-Predictions and limits of a run before its first step, to compare with measurements.
-
-Summarizes the rows of a run: its metrics, and a breakdown of its time.
-"""
+"""Metrics rows of a run, one per step, evaluation and event; their file, and their summary."""
 
 import dataclasses
 import math
@@ -13,10 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from paceline.core.plan import Estimate
-from paceline.predict.history import Quantity
 from paceline.records import Metric
 from paceline.records.store import RowFile
+from paceline.training.forecast import Forecast
 
 
 class StepRow(
@@ -99,58 +93,10 @@ MetricsRow = StepRow | EvaluationRow | EventRow
 
 
 class MetricsFile(RowFile[MetricsRow]):
-    """Metrics file of a run.
-
-    Args:
-        path: Path of the file.
-    """
+    """Metrics file of a run."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, MetricsRow, "a row of a run")
-
-
-class Expectation(msgspec.Struct, frozen=True, kw_only=True):
-    """Size, limits and predictions of a run."""
-
-    num_steps: int
-    tokens_per_step: int
-    flops_per_step: float | None = None
-    """FLOPs of all ranks, forward and backward; None for models whose FLOPs are not counted."""
-    memory_bytes: int | None = None
-    """Predicted peak of a step's tensors, on the rank that needs most memory."""
-    step_time_s: float | None = None
-    """Predicted from a calibration of the machine; None without one."""
-    corrected: dict[Quantity, Estimate] = {}
-    """Step time and memory, corrected by earlier runs on the same hardware, with intervals."""
-    peak_flops_per_s: float | None = None
-    """Peak FLOP/s of all ranks together; None if no document states it."""
-    memory_limit_bytes: int | None = None
-    """Memory that a rank may use; None if unknown."""
-    final_loss: Estimate | None = None
-    """Final loss, predicted from smaller runs; None without them."""
-
-    @property
-    def step_time(self) -> Estimate | None:
-        """Step time to compare with the measured one, with its interval; None if not predicted."""
-        if self.step_time_s is None:
-            return None
-        return self.corrected.get("step_time_s") or Estimate(value=self.step_time_s)
-
-    @property
-    def process_memory(self) -> Estimate | None:
-        """Memory of a rank's process, with its interval; None if no earlier runs show it."""
-        memory = self.corrected.get("memory_bytes")
-        return None if memory is None or memory.low is None else memory
-
-    def tokens_per_s(self, step_time_s: float) -> float:
-        """Returns the throughput of all ranks, in tokens per second."""
-        return self.tokens_per_step / step_time_s
-
-    def utilization(self, step_time_s: float) -> float | None:
-        """Returns the model FLOPs utilization (MFU) of a step; None if the peak is unknown."""
-        if self.peak_flops_per_s is None or self.flops_per_step is None:
-            return None
-        return self.flops_per_step / step_time_s / self.peak_flops_per_s
 
 
 _LAST_STEPS = 20
@@ -199,7 +145,7 @@ def steady_steps(rows: Iterable[MetricsRow]) -> list[StepRow]:
     return steady
 
 
-def run_metrics(rows: Sequence[MetricsRow], expected: Expectation) -> dict[str, Metric]:
+def run_metrics(rows: Sequence[MetricsRow], expected: Forecast) -> dict[str, Metric]:
     """Returns the metrics of a run's record; empty before its first step."""
     steps = steps_of(rows)
     if not steps:

@@ -15,13 +15,13 @@ import msgspec
 
 from paceline.core.units import format_decimal, format_duration, format_seconds
 from paceline.parallel.ranks.supervisor import Restart
+from paceline.training.forecast import Forecast
 from paceline.training.metrics import (
     INCIDENTS,
     RESTARTED,
     STARTED,
     EvaluationRow,
     EventRow,
-    Expectation,
     MetricsFile,
     MetricsRow,
     StepRow,
@@ -39,11 +39,7 @@ class Observer(Protocol):
 
 
 class FileObserver:
-    """Appends every row to the run's metrics file.
-
-    Args:
-        metrics: The metrics file.
-    """
+    """Appends every row to the run's metrics file."""
 
     def __init__(self, metrics: MetricsFile) -> None:
         self._metrics = metrics
@@ -70,18 +66,12 @@ class FileObserver:
 
 
 class LogObserver:
-    """Prints a line every few steps, and every evaluation and event.
-
-    Args:
-        every_steps: Steps between lines.
-        expected: Predictions and limits of the run.
-        write: Writes a line; to stderr by default.
-    """
+    """Prints a line every few steps, and every evaluation and event."""
 
     def __init__(
         self,
         every_steps: int,
-        expected: Expectation,
+        expected: Forecast,
         write: Callable[[str], object] = sys.stderr.write,
     ) -> None:
         self._every_steps = every_steps
@@ -126,12 +116,7 @@ class LogObserver:
 
 
 class Observers:
-    """Several observers, none of which can end the run.
-
-    Args:
-        observers: Observers to notify, in order.
-        warn: Writes a warning about a failed observer; to stderr by default.
-    """
+    """Several observers, none of which can end the run."""
 
     def __init__(
         self, observers: Sequence[Observer], warn: Callable[[str], object] | None = None
@@ -167,13 +152,7 @@ def _say(line: str) -> None:
 
 
 class RestartLogger:
-    """Forwards rows, and adds an event per restart before the first step that follows.
-
-    Args:
-        observer: Receives the rows.
-        restarts: Restarts not reported yet; the last one led to this attempt.
-        joined_s: When this rank joined its process group.
-    """
+    """Forwards rows, and adds an event per restart before the first step that follows."""
 
     def __init__(self, observer: Observer, restarts: Sequence[Restart], joined_s: float) -> None:
         self._observer = observer

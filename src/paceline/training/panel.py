@@ -20,14 +20,8 @@ from rich.text import Text
 
 from paceline.core.plan import Estimate
 from paceline.core.units import format_binary_bytes, format_decimal, format_duration, format_seconds
-from paceline.training.metrics import (
-    STARTED,
-    EvaluationRow,
-    EventRow,
-    Expectation,
-    MetricsRow,
-    StepRow,
-)
+from paceline.training.forecast import Forecast
+from paceline.training.metrics import STARTED, EvaluationRow, EventRow, MetricsRow, StepRow
 
 _RECENT_STEPS = 100
 _SMOOTHED_STEPS = 20
@@ -38,13 +32,9 @@ _EVENTS = 4
 
 
 class Progress:
-    """Tracks the progress of a run.
+    """Tracks the progress of a run."""
 
-    Args:
-        expected: Predictions and limits of the run.
-    """
-
-    def __init__(self, expected: Expectation) -> None:
+    def __init__(self, expected: Forecast) -> None:
         self.expected = expected
         self.step = 0
         self.losses = History()
@@ -141,11 +131,7 @@ class Progress:
 
 
 class History:
-    """Losses of a run, in a bounded number of means over equally many steps.
-
-    Args:
-        most: Number of means at which neighbors are merged in pairs.
-    """
+    """Losses of a run, in a bounded number of means over equally many steps."""
 
     def __init__(self, most: int = 128) -> None:
         self._most = most
@@ -186,15 +172,9 @@ _SAMPLE_CHARACTERS = 120
 
 
 class PanelObserver:
-    """Draws the progress of a run.
+    """Draws the progress of a run."""
 
-    Args:
-        name: Name of the run.
-        expected: Predictions and limits of the run.
-        console: Console of a terminal.
-    """
-
-    def __init__(self, name: str, expected: Expectation, console: Console) -> None:
+    def __init__(self, name: str, expected: Forecast, console: Console) -> None:
         self._progress = Progress(expected)
         self._name = name
         self._next_s = 0.0
@@ -223,12 +203,7 @@ class PanelObserver:
 
 
 class RunPanel:
-    """Renders the progress of a run.
-
-    Args:
-        name: Name of the run.
-        progress: Progress of the run.
-    """
+    """Renders the progress of a run."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self._name = name
@@ -258,12 +233,7 @@ class RunPanel:
 
 
 def run_lines(progress: Progress, *, has_blocks: bool = True) -> list[tuple[str, str]]:
-    """Returns labels and texts of the known quantities of a run.
-
-    Args:
-        progress: Progress of the run.
-        has_blocks: Whether the terminal can draw a sparkline of the loss.
-    """
+    """Returns labels and texts of the known quantities of a run."""
     made = {
         "loss": _loss(progress, has_blocks),
         "held-out": _held_out(progress),

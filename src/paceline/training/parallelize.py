@@ -1,19 +1,10 @@
 """Builds a model that is ready to train, applying every technique in the required order.
 
-A model on a mesh: gradient clipping, evaluation, and logits for generation.
-
-Initializes a model that is split over ranks with the same weights as an unsplit model.
-
-A large model does not fit on one rank. It is laid out on the meta device, where tensors have no
-values. Every rank then draws one matrix after the other, as a single process would, and keeps its
-part, so that it never holds more than one whole matrix. Every rank draws all matrices, because the
-values of each depend on how many were drawn before.
-
-Cuts a model into pipeline stages, each distributed over the ranks of its stage.
-
-Autocast context of a forward pass.
-
-Lays a model over a mesh: cuts it into stages, each distributed over its stage's ranks.
+A model on a mesh is cut into pipeline stages, each distributed over the ranks of its stage. A large
+model does not fit on one rank. It is laid out on the meta device, where tensors have no values.
+Every rank then draws one matrix after the other, as a single process would, and keeps its part, so
+that it never holds more than one whole matrix. Every rank draws all matrices, because the values of
+each depend on how many were drawn before.
 """
 
 import contextlib
@@ -47,7 +38,6 @@ from paceline.parallel.mesh.pipeline import Context, Loss, Pipeline
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.strategies import apply_strategy
 from paceline.training.config import RunConfig
-from paceline.training.layout import layout_of
 from paceline.training.optimizers import make_optimizers
 
 
@@ -68,12 +58,7 @@ class ParallelModel:
         return self.groups.tensor is not None
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clips gradients to a maximum norm; returns their norm before clipping.
-
-        Args:
-            model: All parameters of this rank.
-            max_norm: Maximum norm.
-        """
+        """Clips gradients to a maximum norm; returns their norm before clipping."""
         uncounted = []
         if self.pipeline is not None and self.pipeline.tied is not None:
             # Count a tied weight once: on the first stage, not its copy on the last one.
@@ -90,15 +75,7 @@ class ParallelModel:
         *,
         num_micro_batches: int = 1,
     ) -> Tensor:
-        """Returns the loss summed over tokens, on all ranks with these tokens; all must call it.
-
-        Args:
-            model: This rank's part of the model.
-            tokens: This rank's tokens.
-            targets: Next token of each position.
-            autocast: Creates the autocast context of a forward pass.
-            num_micro_batches: Equal parts to run back to back through a pipeline.
-        """
+        """Returns the loss summed over tokens, on all ranks with these tokens; all must call it."""
         with vocabulary_parallel(self.splits_vocabulary):
             if self.pipeline is not None:
                 scaled = self.pipeline.evaluate(tokens, targets, num_micro_batches)
@@ -112,13 +89,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def logits(self, model: nn.Module, tokens: Tensor, autocast: Context) -> Tensor:
-        """Returns the logits of whole sequences, on all ranks; all ranks must call it.
-
-        Args:
-            model: This rank's part of the model.
-            tokens: Whole sequences, whose length must be a multiple of `divisor`.
-            autocast: Creates the autocast context of a forward pass.
-        """
+        """Returns the logits of whole sequences, on all ranks; all ranks must call it."""
         share = None if self.groups.context is None else ContextShare(self.groups.context)
         own = tokens if share is None else share.take(tokens)
         if self.pipeline is not None:
@@ -148,23 +119,14 @@ class ParallelModel:
 
 
 def leave_meta_device(part: nn.Module, device: torch.device) -> None:
-    """Allocates uninitialized memory for this rank's part of a model.
-
-    Args:
-        part: The model, or a stage of it, after layout; unchanged if it already has memory.
-        device: Device to compute on.
-    """
+    """Allocates uninitialized memory for this rank's part of a model."""
     if any(parameter.is_meta for parameter in part.parameters()):
         part.to_empty(device=device)
 
 
 @torch.no_grad()
 def draw_parts(model: TransformerLM) -> None:
-    """Draws this rank's weights of a model; the rest of the model is on the meta device.
-
-    Args:
-        model: Laid over a mesh, with this rank's parts allocated but uninitialized.
-    """
+    """Draws this rank's weights of a model; the rest of the model is on the meta device."""
     model.positions.reset_buffers()
     if model.shape.tied_embeddings:
         # Leaving the meta device unties the weights, and a stage may have only one of them.
@@ -211,17 +173,7 @@ def make_pipeline(
     forward_context: Context = contextlib.nullcontext,
     compile_blocks: bool = False,
 ) -> Pipeline:
-    """Returns this rank's stages of a model, with the schedule that runs them.
-
-    Args:
-        model: The whole model, with the same weights on all ranks or on the meta device.
-        groups: Groups of a layout that can run and has a pipeline.
-        context_length: Tokens per sequence, which determine the cost of attention.
-        num_micro_batches: Equal parts of a rank's batch.
-        loss: Loss of a micro-batch; the loss of a step is their sum.
-        forward_context: Context of forward passes, such as autocast.
-        compile_blocks: Whether each block is compiled.
-    """
+    """Returns this rank's stages of a model, with the schedule that runs them."""
     layout, mesh = groups.layout, groups.pipeline
     assert mesh is not None
     stages = own_stages(model, groups, context_length)
@@ -265,12 +217,7 @@ def _end_weight(stages: Iterable[TransformerStage]) -> nn.Parameter | None:
 def autocast(
     precision: Literal["float32", "bfloat16"], device: torch.device
 ) -> contextlib.AbstractContextManager[object]:
-    """Returns the context manager for a forward pass.
-
-    Args:
-        precision: dtype to compute in, as named in the config.
-        device: Device to compute on.
-    """
+    """Returns the context manager for a forward pass."""
     if precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
@@ -279,14 +226,7 @@ def autocast(
 def parallelize(
     config: RunConfig, session: Session, model: TransformerLM, layout: ParallelLayout
 ) -> tuple[TransformerLM | TransformerStage, ParallelModel]:
-    """Returns this rank's part of a model, and the mesh that the model is laid over.
-
-    Args:
-        config: The run.
-        session: Distributed session of this rank.
-        model: On the meta device, because the whole model may not fit on a rank.
-        layout: A layout that can run.
-    """
+    """Returns this rank's part of a model, and the mesh that the model is laid over."""
     groups = MeshGroups(layout, session.rank, session.world_size, session.device)
     # With this scale, averaging gradients over ranks yields the mean over all tokens.
     scale = groups.gradient_ranks / config.tokens_per_step
@@ -321,18 +261,7 @@ def place_model(
     forward_context: Context = contextlib.nullcontext,
     compile_blocks: bool = False,
 ) -> Pipeline | None:
-    """Lays a model over its ranks and draws its weights; returns the pipeline, if there is one.
-
-    Args:
-        model: On the meta device. Without a pipeline, it is reduced in place to this rank's part.
-        groups: Groups of a layout that can run.
-        context_length: Tokens per sequence.
-        num_micro_batches: Equal parts of a rank's batch.
-        loss: Loss of a micro-batch, for a pipeline.
-        seed: Seed of the weights, which are the same under every layout and in a single process.
-        forward_context: Context of a pipeline's forward passes.
-        compile_blocks: Whether each block is compiled.
-    """
+    """Lays a model over its ranks and draws its weights; returns the pipeline, if there is one."""
     pipeline = None
     if groups.pipeline is None:
         apply_layout(model, groups, compile_blocks=compile_blocks)
@@ -429,11 +358,10 @@ class TrainState:
         return state_tensors(self.model, self.optimizers.values(), self.strategy)
 
 
-def build(config: RunConfig, session: Session) -> TrainState:
+def build(config: RunConfig, layout: ParallelLayout, session: Session) -> TrainState:
     """Builds the model of a run on this rank."""
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    layout = layout_of(config, session.world_size)
     if needs_mesh(layout):
         with torch.device("meta"):
             whole = _make_transformer(config)

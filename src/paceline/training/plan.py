@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import pathlib
+from typing import Any
 
 import msgspec
 
@@ -11,12 +12,14 @@ from paceline.core import plan as core_plan
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.presets import model_preset
 from paceline.core.runnable import Work, require_runnable
-from paceline.core.specs import ModelShape, require_buildable
+from paceline.core.specs import require_buildable
 from paceline.core.strategies import StrategyName
 from paceline.predict.backtest import STEP
 from paceline.records import Record, RecordStore, decode_plan
 from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import PREDICTION
+from paceline.training.config import dimensions
+from paceline.training.toml_config import Settings
 
 _STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
     "none": "bucketed",
@@ -31,8 +34,8 @@ _STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
 class Plan:
     """A predicted step, as settings of a run."""
 
-    changes: tuple[str, ...]
-    """Config settings, in the syntax of ``--set``."""
+    settings: Settings
+    """Values of config keys, by section."""
     world_size: int
     step_time_s: float
 
@@ -86,61 +89,39 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
         num_micro_batches=batch.accumulation_steps,
     )
     require_runnable(layout, work, where)
-    world_size = layout.world_size
-    sequences = batch.num_sequences * batch.accumulation_steps
-    precision = "float32" if plan.precision.compute == "float32" else "bfloat16"
-    changes = [
-        *_dimensions(plan.model),
-        f'model.activation_checkpointing="{layout.activation_checkpointing}"',
-        f"data.context_length={batch.context_length}",
-        f"training.micro_batch_size={batch.num_sequences}",
-        f"training.batch_size={sequences * layout.data_parallel}",
-        f'training.precision="{precision}"',
-        *_axes(layout),
-    ]
-    if world_size > 1:
-        changes.append(f'parallel.strategy="{_STRATEGIES[layout.sharding]}"')
-    if layout.bucket_size_mb is not None:
-        changes.append(f"parallel.bucket_size_mb={layout.bucket_size_mb}")
     if STEP not in plan.predictions:
         raise UsageError(f"{where}: no prediction of {STEP} in it; paceline plan search writes one")
-    step_time_s = plan.predictions[STEP].value
-    return Plan(changes=tuple(changes), world_size=world_size, step_time_s=step_time_s)
-
-
-def _axes(layout: core_plan.ParallelLayout) -> list[str]:
-    """Returns the axes of a layout; the remaining ranks shard the states."""
-    replicate = layout.replicate if layout.sharding != "none" else 1
-    sequence_parallel = "true" if layout.sequence_parallel else "false"
-    return [
-        f"parallel.tensor={layout.tensor}",
-        f"parallel.sequence_parallel={sequence_parallel}",
-        f"parallel.context={layout.context}",
-        f"parallel.pipeline={layout.pipeline}",
-        f"parallel.interleave={layout.pipeline_interleave}",
-        f"parallel.replicate={replicate}",
-    ]
-
-
-def _dimensions(shape: ModelShape) -> list[str]:
-    """Returns a model's dimensions as overrides of any preset."""
-    numbers = {
-        "vocab_size": shape.vocab_size,
-        "d_model": shape.d_model,
-        "d_ff": shape.d_ff,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.key_value_heads,
-        "head_dim": shape.head_width,
-        "max_context_length": shape.max_context_length,
-        "rope_theta": shape.rope_theta,
-        "norm_epsilon": shape.norm_epsilon,
+    parallel: dict[str, Any] = {
+        "tensor": layout.tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "context": layout.context,
+        "pipeline": layout.pipeline,
+        "interleave": layout.pipeline_interleave,
+        # The remaining ranks shard the states.
+        "replicate": layout.replicate if layout.sharding != "none" else 1,
     }
-    tied = "true" if shape.tied_embeddings else "false"
-    return [
-        *(f"model.{name}={value}" for name, value in numbers.items()),
-        f"model.tied_embeddings={tied}",
-    ]
+    if layout.world_size > 1:
+        parallel["strategy"] = _STRATEGIES[layout.sharding]
+    if layout.bucket_size_mb is not None:
+        parallel["bucket_size_mb"] = layout.bucket_size_mb
+    sequences = batch.num_sequences * batch.accumulation_steps
+    settings = {
+        "model": {
+            **dimensions(plan.model),
+            "num_kv_heads": plan.model.key_value_heads,
+            "head_dim": plan.model.head_width,
+            "activation_checkpointing": layout.activation_checkpointing,
+        },
+        "data": {"context_length": batch.context_length},
+        "training": {
+            "micro_batch_size": batch.num_sequences,
+            "batch_size": sequences * layout.data_parallel,
+            "precision": "float32" if plan.precision.compute == "float32" else "bfloat16",
+        },
+        "parallel": parallel,
+    }
+    step_time_s = plan.predictions[STEP].value
+    return Plan(settings=settings, world_size=layout.world_size, step_time_s=step_time_s)
 
 
 def _is_step(record: Record) -> bool:
@@ -156,19 +137,18 @@ def _plan(record: Record) -> Plan:
     case = record.case
     model_preset(str(case["model"]))  # Raises for a model that no config can name.
     batch, world_size = _integer(record, "batch"), _integer(record, "world_size")
-    changes = [
-        f'model.preset="{case["model"]}"',
-        f"data.context_length={_integer(record, 'context')}",
-        f"training.micro_batch_size={batch}",
-        f"training.batch_size={batch * world_size}",
-    ]
+    parallel: dict[str, Any] = {}
     if world_size > 1:
-        changes.append(f'parallel.strategy="{case["strategy"]}"')
+        parallel["strategy"] = str(case["strategy"])
     if case.get("bucket_size_mb") is not None:
-        changes.append(f"parallel.bucket_size_mb={case['bucket_size_mb']}")
-    return Plan(
-        changes=tuple(changes), world_size=world_size, step_time_s=record.metrics[STEP].value
-    )
+        parallel["bucket_size_mb"] = case["bucket_size_mb"]
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"preset": str(case["model"])},
+        "data": {"context_length": _integer(record, "context")},
+        "training": {"micro_batch_size": batch, "batch_size": batch * world_size},
+        "parallel": parallel,
+    }
+    return Plan(settings=settings, world_size=world_size, step_time_s=record.metrics[STEP].value)
 
 
 def _integer(record: Record, field: str) -> int:

@@ -15,29 +15,16 @@ from paceline.records import CaseValue, Record, RecordStore, capture_environment
 from paceline.records.kinds import MODEL_FIELDS
 from paceline.records.schema import model_case_fields
 from paceline.training.config import RunConfig
-from paceline.training.layout import layout_of
-from paceline.training.metrics import (
-    FINISHED,
-    EventRow,
-    Expectation,
-    MetricsFile,
-    MetricsRow,
-    run_metrics,
-)
-from paceline.training.run_files import METRICS, RECORD
+from paceline.training.forecast import Forecast, ResolvedRun
+from paceline.training.metrics import FINISHED, EventRow, MetricsFile, MetricsRow, run_metrics
+from paceline.training.run_directory import METRICS, RECORD
 
 
 class RecordObserver:
-    """Appends the record of a run when it finishes.
+    """Appends the record of a run when it finishes."""
 
-    Args:
-        config: The run.
-        session: Distributed session of rank 0.
-        expected: Predictions and limits of the run.
-    """
-
-    def __init__(self, config: RunConfig, session: Session, expected: Expectation) -> None:
-        self._config = config
+    def __init__(self, run: ResolvedRun, session: Session, expected: Forecast) -> None:
+        self._run = run
         self._session = session
         self._expected = expected
 
@@ -45,12 +32,12 @@ class RecordObserver:
         """Writes the record from the rows of all attempts when the last step is done."""
         if not isinstance(row, EventRow) or row.name != FINISHED:
             return
-        directory = pathlib.Path(self._config.out)
+        directory = pathlib.Path(self._run.config.out)
         rows = list(MetricsFile(directory / METRICS).read())
         RecordStore(directory / RECORD).append(
             Record(
                 kind="training_run",
-                case=run_case(self._config, self._session),
+                case=run_case(self._run, self._session),
                 environment=capture_environment(),
                 metrics=run_metrics(rows, self._expected),
                 outcome="ok",
@@ -61,11 +48,10 @@ class RecordObserver:
         """Does nothing: the record is already written."""
 
 
-def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
+def run_case(run: ResolvedRun, session: Session) -> dict[str, CaseValue]:
     """Returns every setting that affects the expected speed and loss of a run."""
-    location = describe_hardware(session.device)
+    config, location = run.config, describe_hardware(session.device)
     strategy = config.parallel.strategy_on(session.world_size)
-    layout = layout_of(config, session.world_size)
     return {
         "strategy": strategy,
         "bucket_size_mb": config.parallel.bucket_size_for(strategy),
@@ -79,7 +65,7 @@ def run_case(config: RunConfig, session: Session) -> dict[str, CaseValue]:
         "num_hosts": session.placement.num_hosts,
         "backend": session.backend,
         **location.as_case(),
-        "layout": describe(layout) if needs_mesh(layout) else None,
+        "layout": describe(run.layout) if needs_mesh(run.layout) else None,
         "steps": config.training.steps,
         "batch_size": config.training.batch_size,
         "learning_rate": config.optimizer.learning_rate,

@@ -41,13 +41,7 @@ _MOST_RANKS = 4
 
 
 def explain_nonfinite(module: nn.Module, compute: Callable[[], object], what: str) -> str:
-    """Recomputes a step; returns the ranks and modules where it first became non-finite.
-
-    Args:
-        module: The unwrapped model.
-        compute: Runs the forward and backward passes of this rank.
-        what: Describes the samples of this rank.
-    """
+    """Recomputes a step; returns the ranks and modules where it first became non-finite."""
     with _watched(module) as found:
         compute()
     own = f"rank {dist.get_rank()} ({what}): {found[0]}" if found else None
@@ -101,16 +95,7 @@ _CONSUMED = "consumed_samples"
 
 
 class Recovery:
-    """Rolls a run back to a usable state, or ends it; all ranks make the same calls.
-
-    Args:
-        config: The run.
-        checkpointer: Saves and restores the state of the run.
-        train_state: The model and its optimizers.
-        loader: Loader of the training data.
-        observer: Receives the metrics rows.
-        monitor: The monitor that detected the failure.
-    """
+    """Rolls a run back to a usable state, or ends it; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -138,14 +123,7 @@ class Recovery:
     def after_skip(
         self, step: int, result: StepResult, batch: TorchBatch, runner: TrainingStep
     ) -> int:
-        """Returns the step to continue from after a rejected step, or raises.
-
-        Args:
-            step: Number of completed steps.
-            result: Result of the rejected step.
-            batch: Batch of the rejected step.
-            runner: Runner that computed it.
-        """
+        """Returns the step to continue from after a rejected step, or raises."""
         if self._monitor.skip_reason == "corrupted":
             return self.after_damage(step, self._monitor.explain_corruption())
         if (damage := self._monitor.find_damage(step, at_once=True)) is not None:
@@ -178,12 +156,7 @@ class Recovery:
         )
 
     def after_damage(self, step: int, found: str) -> int:
-        """Returns the step to continue from after corruption, or raises.
-
-        Args:
-            step: Number of completed steps.
-            found: The corrupted ranks and tensors.
-        """
+        """Returns the step to continue from after corruption, or raises."""
         what = f"found at step {step}: {found}"
         if self._config.on_corruption == "rollback":
             restored = self._roll_back(f"after corruption at step {step}")

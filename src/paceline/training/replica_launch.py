@@ -53,16 +53,7 @@ def require_torchft() -> None:
 
 
 def run_replicas(config: RunConfig, num_replicas: int, grace_s: float) -> int:
-    """Starts a copy of this script per replica, and restarts those that end early.
-
-    Args:
-        config: The run.
-        num_replicas: Number of replicas.
-        grace_s: Seconds that replicas may take to save and exit when they are asked to stop.
-
-    Returns:
-        The exit code of a replica that finished or stopped, otherwise of the last to be given up.
-    """
+    """Starts a copy of this script per replica, and restarts those that end early."""
     require_torchft()
     from torchft.coordination import LighthouseServer
 

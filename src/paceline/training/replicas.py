@@ -177,11 +177,6 @@ class ReplicaData:
     The samples of a replica depend on the members of the step. If a step does not commit, or the
     next step has other members, prefetched samples are discarded, and the current members read them
     again. Each sample is therefore trained on exactly once.
-
-    Args:
-        config: The run.
-        num_replicas: Intended number of replicas of the run.
-        device: Device of the tensors.
     """
 
     def __init__(self, config: RunConfig, num_replicas: int, device: torch.device) -> None:
@@ -260,12 +255,7 @@ _KEPT_ROWS = 64
 
 
 class Reporter:
-    """Writes rows while this replica is the first, and keeps the newest ones otherwise.
-
-    Args:
-        metrics: The run's metrics file.
-        open_observer: Creates the observer of the run.
-    """
+    """Writes rows while this replica is the first, and keeps the newest ones otherwise."""
 
     def __init__(self, metrics: pathlib.Path, open_observer: Callable[[], Observer]) -> None:
         self._metrics = metrics
@@ -274,13 +264,7 @@ class Reporter:
         self._kept: collections.deque[StepRow] = collections.deque(maxlen=_KEPT_ROWS)
 
     def lead(self, is_first: bool, step: int, message: str) -> None:
-        """Starts or stops reporting, depending on the members of a step.
-
-        Args:
-            is_first: Whether this replica is the first of the members.
-            step: Number of completed steps.
-            message: Message of the start event.
-        """
+        """Starts or stops reporting, depending on the members of a step."""
         if is_first == (self._observer is not None):
             return
         if not is_first:

@@ -62,11 +62,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def difference(self, other: "RunIdentity") -> str:
-        """Returns the differences from another model, by name; empty if there are none.
-
-        Args:
-            other: Identity to compare this saved one with.
-        """
+        """Returns the differences from another model, by name; empty if there are none."""
         saved, own = self.model, other.model
         if (self.shape is None) != (other.shape is None):
             return f"{self._kind} instead of {other._kind}"
@@ -114,12 +110,6 @@ class RunCheckpointer:
     """Saves and restores the states of one run.
 
     Every rank creates one and makes the same calls.
-
-    Args:
-        config: The run.
-        session: Distributed session of this rank.
-        location: Location of its checkpoints.
-        diverged: Location for the state before a rejected step.
     """
 
     def __init__(self, config: RunConfig, session: Session, location: str, diverged: str) -> None:

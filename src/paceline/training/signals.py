@@ -30,9 +30,6 @@ class StopRequest:
 
     Nothing is saved inside a handler. A second SIGTERM or SIGUSR1 ends the process at once with
     exit code 143; a second SIGINT interrupts as usual.
-
-    Args:
-        grace_s: Seconds that the process may take to save and exit after the first signal.
     """
 
     def __init__(self, grace_s: float) -> None:

@@ -26,12 +26,12 @@ import msgspec
 
 from paceline.core.errors import UsageError
 from paceline.training.config import RunConfig, SinkName
+from paceline.training.forecast import Forecast
 from paceline.training.metrics import (
     FINISHED,
     STARTED,
     EvaluationRow,
     EventRow,
-    Expectation,
     MetricsRow,
     StepRow,
 )
@@ -55,18 +55,12 @@ def require_sinks(names: Sequence[SinkName]) -> None:
             )
 
 
-def make_sinks(config: RunConfig, directory: pathlib.Path, expected: Expectation) -> list[Observer]:
-    """Creates the trackers of a run; each opens at its first row.
-
-    Args:
-        config: The run.
-        directory: Directory for their files.
-        expected: Predictions and limits of the run.
-    """
+def make_sinks(config: RunConfig, directory: pathlib.Path, expected: Forecast) -> list[Observer]:
+    """Creates the trackers of a run; each opens at its first row."""
     return [_SINKS[name](config, directory, expected) for name in config.logging.sinks]
 
 
-def row_values(row: MetricsRow, expected: Expectation) -> dict[str, float]:
+def row_values(row: MetricsRow, expected: Forecast) -> dict[str, float]:
     """Returns the values of a row by name; an event has none."""
     values: dict[str, float | None] = {}
     predicted = expected.step_time
@@ -103,15 +97,9 @@ _FLUSH_S = 10
 
 
 class TensorBoardSink:
-    """Writes event files.
+    """Writes event files."""
 
-    Args:
-        config: The run.
-        directory: Directory of the run.
-        expected: Predictions and limits of the run.
-    """
-
-    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
+    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
         self._config = config
         self._directory = directory / "tensorboard"
         self._expected = expected
@@ -147,15 +135,9 @@ _PROJECT = "paceline"
 
 
 class WandbSink:
-    """Logs to a W&B run, which is reused after every resume.
+    """Logs to a W&B run, which is reused after every resume."""
 
-    Args:
-        config: The run.
-        directory: Directory of the run.
-        expected: Predictions and limits of the run.
-    """
-
-    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
+    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
         self._config = config
         self._directory = directory
         self._expected = expected
@@ -210,14 +192,9 @@ class MlflowSink:
     """Logs to an MLflow run, which is reused after every resume.
 
     Rows are sent in batches, every few steps: each batch is a transaction or a request.
-
-    Args:
-        config: The run.
-        directory: Directory of the run.
-        expected: Predictions and limits of the run.
     """
 
-    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Expectation) -> None:
+    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
         self._config = config
         self._directory = directory / "mlflow"
         self._expected = expected
@@ -296,7 +273,7 @@ def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
     return flat
 
 
-_SINKS: dict[SinkName, Callable[[RunConfig, pathlib.Path, Expectation], Observer]] = {
+_SINKS: dict[SinkName, Callable[[RunConfig, pathlib.Path, Forecast], Observer]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "mlflow": MlflowSink,

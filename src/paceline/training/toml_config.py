@@ -22,9 +22,14 @@ from paceline.training.config import RunConfig
 
 _COMMENT_WIDTH = 96
 
+Settings = Mapping[str, Mapping[str, Any]]
+"""Values of config keys, by section."""
 
-def read_config(path: pathlib.Path, changes: Sequence[str] = ()) -> RunConfig:
-    """Reads a config and applies changes such as ``training.steps=100``."""
+
+def read_config(
+    path: pathlib.Path, changes: Sequence[str] = (), settings: Settings | None = None
+) -> RunConfig:
+    """Reads a config and applies settings of a plan, then changes like ``training.steps=100``."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -33,15 +38,20 @@ def read_config(path: pathlib.Path, changes: Sequence[str] = ()) -> RunConfig:
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a text file: {error.reason}") from error
-    return decode_config(text, changes, str(path))
+    return decode_config(text, changes, str(path), settings)
 
 
-def decode_config(text: str, changes: Sequence[str] = (), where: str = "config") -> RunConfig:
+def decode_config(
+    text: str, changes: Sequence[str] = (), where: str = "config", settings: Settings | None = None
+) -> RunConfig:
     """Decodes a config; every defect is an error that names the key."""
     try:
         raw = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # Also for overlong integers.
         raise UsageError(f"{where}: not TOML: {error}") from error
+    for section, values in (settings or {}).items():
+        for key, value in values.items():
+            _set(raw, (section, key), value, f"{section}.{key}={value}")
     for change in changes:
         _apply(raw, change)
     _require_known(raw, RunConfig, where)
@@ -67,15 +77,21 @@ def _apply(raw: dict[str, Any], change: str) -> None:
     *sections, key = name.strip().split(".")
     if not is_given or not key:
         raise UsageError(f"--set {change!r}: write it like training.steps=100")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except ValueError:
+        parsed = value.strip()  # Plain text: shells remove the quotes.
+    _set(raw, (*sections, key), parsed, change)
+
+
+def _set(raw: dict[str, Any], path: Sequence[str], value: Any, change: str) -> None:
+    *sections, key = path
     table = raw
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UsageError(f"--set {change!r}: {section} is not a section")
-    try:
-        table[key] = tomllib.loads(f"value = {value}")["value"]
-    except ValueError:
-        table[key] = value.strip()  # Plain text: shells remove the quotes.
+    table[key] = value
 
 
 def _require_known(raw: Mapping[str, Any], config: type, where: str) -> None:

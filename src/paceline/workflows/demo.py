@@ -25,7 +25,7 @@ from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.runs.story import plot_story
 from paceline.reports.plots.style import save_as
 from paceline.training.forecast import forecast
-from paceline.training.history import predicted_and_measured
+from paceline.training.run_directory import predicted_and_measured
 from paceline.training.toml_config import read_config
 from paceline.workflows.sweep.progress import progress_text
 

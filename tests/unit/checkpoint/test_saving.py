@@ -104,7 +104,7 @@ def test_all_dtypes_and_shapes_in_small_files_and_blocks(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_small_blocks = functools.partial(PendingSave, block_bytes=16)
-    monkeypatch.setattr("paceline.checkpoint.checkpointer.Attempt", in_small_blocks)
+    monkeypatch.setattr("paceline.checkpoint.checkpointer.PendingSave", in_small_blocks)
     with Checkpointer(tmp_path, asynchronous=False, max_file_bytes=300) as checkpointer:
         checkpointer.save(0, {"tensors": _tensors(1)}, None)
     files = sorted((tmp_path / "step-00000000").glob("*.safetensors"))

@@ -21,8 +21,7 @@ from paceline.training.config import (
     RunConfig,
     StepConfig,
 )
-from paceline.training.forecast import forecast, require_fit
-from paceline.training.layout import layout_of
+from paceline.training.forecast import forecast, layout_of, require_fit
 from tests.unit.predict.calibration_cases import make_record, make_records
 
 _RANKS = (1, 2, 4, 8)

@@ -6,10 +6,13 @@ from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_pres
 from paceline.core.errors import PacelineError, UsageError
 from paceline.records import RecordStore, encode_plan
 from paceline.records.kinds import PREDICTION
-from paceline.training.layout import layout_of
+from paceline.training.config import ParallelConfig
+from paceline.training.forecast import layout_of
 from paceline.training.plan import read_plan
 from paceline.training.toml_config import decode_config
 from tests.unit.record_factory import make_record
+
+TEXT = 'out = "run"\n[[data.sources]]\nplace = "tokens"\n'
 
 
 def _write(path: pathlib.Path, *cases: tuple[str, int, float]) -> pathlib.Path:
@@ -35,14 +38,12 @@ def test_the_fastest_prediction_is_followed(tmp_path: pathlib.Path) -> None:
     plan = read_plan(path)
     assert plan.world_size == 2
     assert plan.step_time_s == 0.8
-    assert plan.changes == (
-        'model.preset="bytes-34M"',
-        "data.context_length=128",
-        "training.micro_batch_size=4",
-        "training.batch_size=8",
-        'parallel.strategy="bucketed"',
-        "parallel.bucket_size_mb=25.0",
-    )
+    assert plan.settings == {
+        "model": {"preset": "bytes-34M"},
+        "data": {"context_length": 128},
+        "training": {"micro_batch_size": 4, "batch_size": 8},
+        "parallel": {"strategy": "bucketed", "bucket_size_mb": 25.0},
+    }
 
 
 def test_a_file_without_predictions_is_refused(tmp_path: pathlib.Path) -> None:
@@ -69,17 +70,22 @@ def test_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
     layout = ParallelLayout(shard=4, sharding="gradients", activation_checkpointing="full")
     plan = read_plan(_searched(tmp_path / "plan.json", layout))
     assert (plan.world_size, plan.step_time_s) == (4, 0.5)
-    assert set(plan.changes) >= {
-        "model.num_layers=6",
-        "model.d_model=256",
-        "model.num_kv_heads=4",
-        'model.activation_checkpointing="full"',
-        "data.context_length=128",
-        "training.micro_batch_size=2",
-        "training.batch_size=32",
-        'training.precision="bfloat16"',
-        'parallel.strategy="sharded"',
-    }
+    config = decode_config(TEXT, settings=plan.settings)
+    assert config.model.shape == model_preset("bytes-6M")
+    assert (config.model.num_layers, config.model.num_kv_heads) == (6, 4)
+    assert config.model.activation_checkpointing == "full"
+    assert config.data.context_length == 128
+    step = config.training
+    assert (step.micro_batch_size, step.batch_size, step.precision) == (2, 32, "bfloat16")
+    assert config.parallel.strategy == "sharded"
+
+
+def test_a_plan_changes_the_config_and_set_changes_the_plan(tmp_path: pathlib.Path) -> None:
+    plan = read_plan(_searched(tmp_path / "plan.json", ParallelLayout(replicate=2)))
+    text = f"{TEXT}[training]\nbatch_size = 1\nsteps = 7\n"
+    config = decode_config(text, ["training.micro_batch_size=1"], settings=plan.settings)
+    step = config.training
+    assert (step.steps, step.batch_size, step.micro_batch_size) == (7, 16, 1)
 
 
 def test_every_axis_of_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
@@ -95,18 +101,18 @@ def test_every_axis_of_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> No
     )
     plan = read_plan(_searched(tmp_path / "plan.json", layout))
     assert plan.world_size == 32
-    assert set(plan.changes) >= {
-        "training.batch_size=32",
-        "parallel.tensor=2",
-        "parallel.sequence_parallel=true",
-        "parallel.context=2",
-        "parallel.pipeline=2",
-        "parallel.interleave=2",
-        "parallel.replicate=2",
-        'parallel.strategy="fully_sharded"',
-    }
-    text = 'out = "run"\n[[data.sources]]\nplace = "tokens"\n'
-    assert layout_of(decode_config(text, plan.changes), plan.world_size) == layout
+    config = decode_config(TEXT, settings=plan.settings)
+    assert config.training.batch_size == 32
+    assert config.parallel == ParallelConfig(
+        strategy="fully_sharded",
+        tensor=2,
+        sequence_parallel=True,
+        context=2,
+        pipeline=2,
+        interleave=2,
+        replicate=2,
+    )
+    assert layout_of(config, plan.world_size) == layout
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from paceline.predict.history import read_history
-from paceline.training.history import append_run_history
-from paceline.training.metrics import Expectation
-from paceline.training.run_files import CONFIG, EXPECTATION
+from paceline.training.forecast import Forecast
+from paceline.training.run_directory import CONFIG, EXPECTATION, append_run_history
 from paceline.training.toml_config import read_config
 
 RUN = pathlib.Path(__file__).parents[3] / "results" / "training-run"
@@ -20,7 +19,7 @@ def test_a_run_is_remembered_once(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PACELINE_HISTORY", str(history))
     shutil.copytree(RUN, tmp_path / "run")
     config = read_config(tmp_path / "run" / CONFIG, (f"out={tmp_path / 'run'}",))
-    expected = msgspec.json.decode((RUN / EXPECTATION).read_bytes(), type=Expectation)
+    expected = msgspec.json.decode((RUN / EXPECTATION).read_bytes(), type=Forecast)
     append_run_history(config)
     entries = {entry.quantity: entry for entry in read_history(history)}
     assert entries["step_time_s"].formula == expected.step_time_s

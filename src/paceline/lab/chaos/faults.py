@@ -22,7 +22,7 @@ from paceline.core.errors import UsageError
 from paceline.core.units import MB
 from paceline.lab.chaos.processes import marked_processes, ranks_of, send
 from paceline.lab.network import INTERFACE, Host, LabError, LinkShape, run_command
-from paceline.training.run_files import CHECKPOINTS
+from paceline.training.run_directory import CHECKPOINTS
 
 _FEWEST_CHECKPOINTS = 2
 """The damaged one, and one to fall back on."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from paceline.lab.chaos.run import ChaosConfig, ChaosOutcome, InjectedFault
 from paceline.records import CaseValue, Environment, Metric, Record
-from paceline.training.audit import audit_run
 from paceline.training.metrics import MetricsFile, StepRow
-from paceline.training.run_files import METRICS
+from paceline.training.run_directory import METRICS, audit_run
 
 FAULT = "chaos_fault"
 RUN = "chaos_run"

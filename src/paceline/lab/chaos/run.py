@@ -21,7 +21,7 @@ from paceline.lab.chaos.faults import FAULTS, Fault, Kind, TargetRun, schedule, 
 from paceline.lab.chaos.processes import Command, end_all, new_mark
 from paceline.lab.network import Host, hosts
 from paceline.records.codecs import UNDECODABLE
-from paceline.training.run_files import METRICS
+from paceline.training.run_directory import METRICS
 
 _TAIL_BYTES = 1 << 16
 _POLL_S = 0.1

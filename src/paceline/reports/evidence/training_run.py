@@ -10,16 +10,16 @@ import msgspec
 from paceline.core.errors import RecordError, UsageError
 from paceline.records import Environment
 from paceline.records.codecs import UNDECODABLE
+from paceline.training.forecast import Forecast
 from paceline.training.metrics import (
     STARTED,
     EvaluationRow,
     EventRow,
-    Expectation,
     MetricsFile,
     MetricsRow,
     StepRow,
 )
-from paceline.training.run_files import CONFIG, ENVIRONMENT, EXPECTATION, METRICS
+from paceline.training.run_directory import CONFIG, ENVIRONMENT, EXPECTATION, METRICS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainingRun:
     """The resolved config, as TOML."""
     environment: Environment
     """Environment of the last attempt."""
-    expected: Expectation
+    expected: Forecast
     """Predictions and limits from before the first step."""
     rows: tuple[MetricsRow, ...]
 
@@ -75,7 +75,7 @@ def read_run(directory: str | os.PathLike[str]) -> TrainingRun:
         name=place.resolve().name,
         config=(place / CONFIG).read_text(encoding="utf-8"),
         environment=_decoded(place / ENVIRONMENT, Environment),
-        expected=_decoded(place / EXPECTATION, Expectation),
+        expected=_decoded(place / EXPECTATION, Forecast),
         rows=tuple(MetricsFile(place / METRICS).read()),
     )
 

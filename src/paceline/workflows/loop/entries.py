@@ -83,7 +83,7 @@ def _formulas(
     except UsageError:
         # A refined run may be too different from the models calibrated before the sweep.
         predicted = forecast(config, ranks)
-    return predicted.step_time_s, float(predicted.memory.total)
+    return predicted.step_time_s, float(predicted.memory_bytes or 0)
 
 
 def run_entries(

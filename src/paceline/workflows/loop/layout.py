@@ -24,8 +24,7 @@ from paceline.predict.step import PREDICTED
 from paceline.records import RecordStore
 from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
-from paceline.training.forecast import forecast
-from paceline.training.layout import layout_of
+from paceline.training.forecast import forecast, layout_of
 from paceline.workflows.loop.directory import (
     ChosenLayout,
     LayoutCandidate,
@@ -162,7 +161,7 @@ def _candidates(
                     ranks=count,
                     strategy=strategy,
                     step_time_s=predicted.step_time_s,
-                    memory_bytes=predicted.memory.total,
+                    memory_bytes=predicted.memory_bytes or 0,
                 )
             )
     return sorted(found, key=lambda each: each.step_time_s)

@@ -18,7 +18,7 @@ from paceline.predict.history import HistoryEntry, append_history, read_history
 from paceline.records.environment import threads_per_rank
 from paceline.reports.tables.columns import with_interval
 from paceline.training.config import RunConfig
-from paceline.training.run_files import last_record
+from paceline.training.run_directory import last_record
 from paceline.training.toml_config import encode_config
 from paceline.workflows.loop.choose import choose_model, fit_sweep
 from paceline.workflows.loop.directory import (

@@ -23,7 +23,7 @@ from paceline.data.storage import LocalStorage
 from paceline.records import Outcome, Record
 from paceline.records.codecs import UNDECODABLE
 from paceline.training.config import RunConfig
-from paceline.training.run_files import RECORD, last_record
+from paceline.training.run_directory import RECORD, last_record
 from paceline.training.toml_config import encode_config, read_config
 from paceline.workflows.sweep.design import CHECKS, FIT, PlannedRun, Question
 from paceline.workflows.sweep.run_config import run_config

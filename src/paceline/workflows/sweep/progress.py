@@ -6,8 +6,9 @@ import msgspec
 
 from paceline.core.units import format_duration
 from paceline.records.codecs import UNDECODABLE
-from paceline.training.metrics import Expectation, StepRow
-from paceline.training.run_files import EXPECTATION, METRICS
+from paceline.training.forecast import Forecast
+from paceline.training.metrics import StepRow
+from paceline.training.run_directory import EXPECTATION, METRICS
 
 _TAIL_BYTES = 4096
 """Enough for a few rows; independent of the length of the run."""
@@ -43,6 +44,6 @@ def _last_step(path: pathlib.Path) -> StepRow | None:
 
 def _num_steps(path: pathlib.Path) -> int | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Expectation).num_steps
+        return msgspec.json.decode(path.read_bytes(), type=Forecast).num_steps
     except (FileNotFoundError, *UNDECODABLE):
         return None

@@ -20,7 +20,7 @@ from paceline.core.processes import (
     termination_as_exit,
 )
 from paceline.records import Outcome
-from paceline.training.run_files import DIVERGED, METRICS, RECORD
+from paceline.training.run_directory import DIVERGED, METRICS, RECORD
 from paceline.workflows.sweep.directory import ENDED, Ending, write_ending
 
 _LOG = "log.txt"

@@ -13,7 +13,7 @@ import msgspec
 from paceline.core.errors import PacelineError
 from paceline.records.environment import available_processors, threads_per_rank
 from paceline.training.config import RunConfig
-from paceline.training.run_files import last_record
+from paceline.training.run_directory import last_record
 from paceline.training.toml_config import encode_config
 from paceline.workflows.sweep.design import PlannedRun
 from paceline.workflows.sweep.directory import SweepDirectory, SweepState, read_ending

@@ -13,7 +13,8 @@ from paceline.core.plan import Estimate
 from paceline.records import capture_environment
 from paceline.reports.document.training_run import run_page, write_run_page
 from paceline.reports.evidence.training_run import read_run
-from paceline.training.metrics import EventRow, Expectation, MetricsFile, MetricsRow
+from paceline.training.forecast import Forecast
+from paceline.training.metrics import EventRow, MetricsFile, MetricsRow
 from tests.unit.training.metrics.row_factory import (
     CORRECTED,
     evaluation_row,
@@ -24,7 +25,7 @@ from tests.unit.training.metrics.row_factory import (
 
 
 def _write(
-    directory: pathlib.Path, rows: list[MetricsRow], expected: Expectation | None = None
+    directory: pathlib.Path, rows: list[MetricsRow], expected: Forecast | None = None
 ) -> pathlib.Path:
     directory.mkdir()
     (directory / "config.toml").write_text('out = "<run>"\n', encoding="utf-8")

@@ -3,7 +3,8 @@
 from typing import Any
 
 from paceline.core.plan import Estimate
-from paceline.training.metrics import EvaluationRow, EventRow, Expectation, StepRow
+from paceline.training.forecast import Forecast
+from paceline.training.metrics import EvaluationRow, EventRow, StepRow
 
 CORRECTED = {
     "step_time_s": Estimate(value=0.45, low=0.3, high=0.6),
@@ -12,7 +13,7 @@ CORRECTED = {
 """Step time and memory of the run, corrected by earlier runs."""
 
 
-def expectation(**changes: Any) -> Expectation:
+def expectation(**changes: Any) -> Forecast:
     """Returns the expectation of a run of 100 steps."""
     known: dict[str, Any] = {
         "num_steps": 100,
@@ -20,7 +21,7 @@ def expectation(**changes: Any) -> Expectation:
         "flops_per_step": 1e9,
         "memory_bytes": 2**20,
     }
-    return Expectation(**{**known, **changes})
+    return Forecast(**{**known, **changes})
 
 
 def step_row(step: int, **changes: Any) -> StepRow:

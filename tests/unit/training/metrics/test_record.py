@@ -12,7 +12,7 @@ from paceline.parallel.ranks.placement import local_placement
 from paceline.records import RecordStore
 from paceline.reports.tables.table import records_table, render_markdown
 from paceline.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, StepConfig
-from paceline.training.forecast import forecast
+from paceline.training.forecast import resolve
 from paceline.training.metrics import EventRow, MetricsFile
 from paceline.training.observers import FileObserver
 from paceline.training.record import RecordObserver, run_case
@@ -33,7 +33,7 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
 
 def test_only_a_finished_run_leaves_a_record(config: RunConfig) -> None:
     file = FileObserver(MetricsFile(pathlib.Path(config.out) / "metrics.jsonl"))
-    record = RecordObserver(config, _SESSION, expectation(step_time_s=0.4))
+    record = RecordObserver(resolve(config, 2), _SESSION, expectation(step_time_s=0.4))
     store = RecordStore(pathlib.Path(config.out) / "record.jsonl")
     rows = [started(), step_row(1), step_row(2), step_row(3, memory_bytes=2**20), evaluation_row(3)]
     for row in [*rows, EventRow(step=3, name="stopped", message=".")]:
@@ -50,7 +50,7 @@ def test_only_a_finished_run_leaves_a_record(config: RunConfig) -> None:
 
 def test_a_changed_preset_has_no_name(config: RunConfig) -> None:
     changed = dataclasses.replace(config, model=ModelConfig(num_layers=2))
-    assert run_case(changed, _SESSION)["model"] == "custom"
+    assert run_case(resolve(changed, 2), _SESSION)["model"] == "custom"
 
 
 def test_layouts_of_different_speed_are_different_cases(config: RunConfig) -> None:
@@ -62,7 +62,7 @@ def test_layouts_of_different_speed_are_different_cases(config: RunConfig) -> No
     ]
     several = dataclasses.replace(config, training=StepConfig(batch_size=16, micro_batch_size=4))
     runs = [dataclasses.replace(several, parallel=layout) for layout in layouts]
-    assert [run_case(run, _SESSION)["layout"] for run in runs] == [
+    assert [run_case(resolve(run, 2), _SESSION)["layout"] for run in runs] == [
         "tensor 2",
         "tensor 2, sequence parallel",
         "pipeline 2",
@@ -72,9 +72,10 @@ def test_layouts_of_different_speed_are_different_cases(config: RunConfig) -> No
 
 def test_of_a_foreign_model_only_the_name_is_known(config: RunConfig) -> None:
     foreign = dataclasses.replace(config, model=ModelConfig(hugging_face="models/gpt2"))
-    case = run_case(foreign, _SESSION)
+    resolved = resolve(foreign, 2)
+    case = run_case(resolved, _SESSION)
     assert (case["model"], case["d_model"], case["attention"]) == ("gpt2", None, "transformers")
-    known = expect(foreign, _SESSION, 2, None)
+    known = expect(resolved, _SESSION)
     assert (known.flops_per_step, known.memory_bytes) == (None, None)
 
 
@@ -84,8 +85,9 @@ def test_an_expectation_has_the_forecast(config: RunConfig) -> None:
         training=StepConfig(batch_size=16, micro_batch_size=4),
         parallel=ParallelConfig(pipeline=2),
     )
-    predicted = forecast(run, 2)
-    known = expect(run, _SESSION, 2, predicted)
+    resolved = resolve(run, 2)
+    predicted, known = resolved.forecast, expect(resolved, _SESSION)
+    assert predicted is not None
     assert known.memory_bytes == predicted.memory.total
     assert known.corrected == predicted.corrected
     assert known.step_time is None

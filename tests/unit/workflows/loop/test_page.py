@@ -9,7 +9,7 @@ from paceline.core.errors import UsageError
 from paceline.predict.history import coverage, read_history
 from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
 from paceline.reports.tables.table import render_markdown
-from paceline.training.run_files import RECORD
+from paceline.training.run_directory import RECORD
 from paceline.workflows.loop.directory import PAGE
 from paceline.workflows.loop.page import write_loop_page
 from paceline.workflows.loop.tables import layout_table

@@ -12,7 +12,7 @@ from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.scaling.model_shapes import step_law_batch_tokens, suggested_learning_rate
 from paceline.scaling.surface import LossSurface
 from paceline.training.config import DataConfig, RunConfig
-from paceline.training.run_files import RECORD
+from paceline.training.run_directory import RECORD
 from paceline.training.toml_config import read_config
 from paceline.workflows.sweep.design import Question
 from paceline.workflows.sweep.directory import Ending, SweepDirectory, write_ending

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from paceline.cli.scaling.sweep import SweepProgress
-from paceline.training.run_files import EXPECTATION, METRICS
+from paceline.training.run_directory import EXPECTATION, METRICS
 from paceline.workflows.sweep.directory import SweepDirectory
 from paceline.workflows.sweep.executors.local import LocalExecutor
 from paceline.workflows.sweep.progress import progress_text
