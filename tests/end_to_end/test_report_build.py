@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
+from paceline.course.suite import Suite, SuiteCase
 from paceline.records import RecordStore
-from paceline.workflows.cases import SuiteCase
-from paceline.workflows.suite import Suite
 from tests.end_to_end.browser import find_browser
 from tests.end_to_end.test_command_line import FAST, paceline
 

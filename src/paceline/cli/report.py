@@ -18,7 +18,7 @@ from paceline.cli.output import (
     work_progress,
 )
 from paceline.core.errors import UsageError
-from paceline.course.suite.scales import PresetName
+from paceline.course import PresetName
 
 _COURSE_DATA = "PACELINE_COURSE_DATA"
 
@@ -139,11 +139,11 @@ class BuildCommand:
 
     def run(self) -> int:
         """Writes the report and prints its paths."""
+        from paceline.course.presets import suite_cases
         from paceline.course.report import write_report
-        from paceline.course.suite.presets import suite_cases
+        from paceline.course.suite import Suite
         from paceline.records import RecordStore
         from paceline.scaling import read_sweep
-        from paceline.workflows.suite import Suite
 
         runs = self.runs
         if runs is None and _COURSE_DATA in os.environ:

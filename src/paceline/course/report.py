@@ -4,8 +4,10 @@ import logging
 import pathlib
 from collections.abc import Sequence
 
-from paceline.course.deliverables import DELIVERABLES, Deliverable, Part
-from paceline.course.suite.presets import suite_cases
+from paceline.course.answers import Question
+from paceline.course.presets import suite_cases
+from paceline.course.questions import DELIVERABLES, QUESTIONS
+from paceline.course.suite import SEPARATOR, is_partial
 from paceline.records import Record
 from paceline.records.kinds import ATTEMPT, PREDICTION
 from paceline.reports.document.html import render_html
@@ -13,12 +15,11 @@ from paceline.reports.document.markdown import write_markdown
 from paceline.reports.document.model import AnsweredPart, Report, Section
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.provenance import describe_machines
-from paceline.workflows.cases import SEPARATOR, is_partial
 
 _logger = logging.getLogger(__name__)
 _KEY_FINDINGS = (
-    *("backward_to_forward", "bfloat16_to_float32", "fastest_attention", "link_share"),
-    *("exposed_communication", "step_against_naive", "peak_prediction", "best_allocation"),
+    *("step_time", "low_precision", "fastest_attention", "all_reduce", "exposed_communication"),
+    *("best_bucket", "sharded_memory", "best_allocation"),
 )
 """Findings at the top of the report; the first of each name is used."""
 _ON_GPUS = "paceline report build --preset 2gpu --quick"
@@ -41,11 +42,10 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
     Without `runs`, the scaling-law question is answered for synthetic runs.
     """
     evidence = Evidence.of(records, runs)
-    sections = tuple(_section(deliverable, evidence) for deliverable in DELIVERABLES)
+    sections = tuple(_section(name, evidence) for name in DELIVERABLES)
     parts = [part for section in sections for part in section.parts]
     answered = sum(bool(part.blocks) for part in parts)
     measured = [each for each in evidence.records if each.kind not in (ATTEMPT, PREDICTION)]
-    machines = describe_machines(measured)
     by_name = {
         finding.name: (section, finding)
         for section in reversed(sections)
@@ -59,7 +59,7 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
             f"{answered} of {len(parts)} questions are answered, from {len(measured)} "
             "measurements and by calculation. Each question without measurements lists the "
             "commands that measure it.",
-            *(f"Measured on {machine}." for machine in machines),
+            *(f"Measured on {machine}." for machine in describe_machines(measured)),
         ),
         sections=sections,
         key_findings=tuple(
@@ -71,44 +71,50 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
     )
 
 
-def _section(deliverable: Deliverable, evidence: Evidence) -> Section:
+def _section(deliverable: str, evidence: Evidence) -> Section:
     # The latest attempts that failed, and those that measured only a part.
     failures: list[str] = []
     incomplete: list[str] = []
     parts = []
     for attempt in evidence.find(ATTEMPT):
         names = str(attempt.case["deliverables"]).split(SEPARATOR)
-        if attempt.outcome != "ok" and deliverable.name in names:
+        if attempt.outcome != "ok" and deliverable in names:
             told = incomplete if is_partial(attempt) else failures
             told.append(f"{attempt.case['command']}: {attempt.outcome}: {attempt.reason}")
-    for part in deliverable.parts:
+    for question in QUESTIONS:
+        if question.deliverable != deliverable:
+            continue
         try:
-            blocks = part.answer(evidence)
+            blocks = question.answer(evidence)
         except Exception as error:
             # One malformed record must not cost the user a report on hours of measurements.
-            _logger.exception("%s, %s: no answer could be made", deliverable.name, part.title)
+            _logger.exception("%s, %s: no answer could be made", deliverable, question.title)
             blocks = ()
-            failures.append(f"{part.title}: the records could not be evaluated: {error!r}")
-        commands = commands_for(deliverable, part)
+            failures.append(f"{question.title}: the records could not be evaluated: {error!r}")
         parts.append(
-            AnsweredPart(title=part.title, question=part.question, blocks=blocks, commands=commands)
+            AnsweredPart(
+                title=question.title,
+                question=question.asks,
+                blocks=blocks,
+                commands=commands_for(question),
+            )
         )
     return Section(
-        name=deliverable.name,
-        title=deliverable.title,
+        name=deliverable,
+        title=DELIVERABLES[deliverable],
         parts=tuple(parts),
         failures=tuple(failures),
         incomplete=tuple(incomplete),
     )
 
 
-def commands_for(deliverable: Deliverable, part: Part) -> tuple[str, ...]:
-    """Returns the commands that measure a part, on a laptop and on GPUs; none if calculated."""
-    if part.kind is None:
+def commands_for(question: Question) -> tuple[str, ...]:
+    """Returns the commands that measure an answer, on a laptop and on GPUs; none if calculated."""
+    if question.kind is None:
         return ()
     on_laptop = [
         case.command + (" --out profile" if case.records_in == "directory" else "")
         for case in suite_cases("laptop", quick=True)
-        if deliverable.name in case.deliverables and case.kind == part.kind
+        if question.deliverable in case.deliverables and case.kind == question.kind
     ]
     return (*on_laptop, _ON_GPUS)

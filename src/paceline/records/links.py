@@ -77,10 +77,13 @@ def find_link(case: Mapping[str, CaseValue]) -> Link | None:
     return None
 
 
-def describe_unknown_link(case: Mapping[str, CaseValue]) -> str:
-    """Returns a sentence about a link of unknown rate, with the measured rate if there is one."""
-    text = "The link's rate is not known here"
-    measured = case.get(MEASURED_LINK_RATE)
+def describe_link(case: Mapping[str, CaseValue]) -> str:
+    """Returns the name of the link; of an unknown one, the rate that a stream reached on it."""
+    if is_loopback(case):
+        return "loopback"
+    link, measured = find_link(case), case.get(MEASURED_LINK_RATE)
+    if link is not None:
+        return link.name
     if isinstance(measured, int | float):
-        text += f" (a single stream reached {format_decimal(measured, 'bit/s')} just before)"
-    return text
+        return f"a single stream reached {format_decimal(measured, 'bit/s')} just before"
+    return "of unknown rate"

@@ -1,8 +1,8 @@
-"""Skips drawing, which takes most of an answer's time, in tests that check only findings."""
+"""Skips drawing, which takes most of an answer's time, in tests that check only numbers."""
 
 import pytest
 
-from paceline.course.answers import block, profile
+from paceline.course import answers, steps
 from paceline.reports.document.model import Picture
 
 
@@ -13,5 +13,5 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(*arguments: object) -> Picture:
         return Picture(name=str(arguments[-2]), description=str(arguments[-1]), svg=b"<svg/>")
 
-    monkeypatch.setattr(block, "draw_picture", draw)
-    monkeypatch.setattr(profile, "picture_of", draw)
+    monkeypatch.setattr(answers, "draw_picture", draw)
+    monkeypatch.setattr(steps, "picture_of", draw)

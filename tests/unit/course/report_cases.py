@@ -1,13 +1,17 @@
-"""Committed and synthetic records for tests of reports, and checks of their findings."""
+"""Committed and synthetic records for tests of reports, and checks of their sentences."""
 
 import functools
 import pathlib
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from paceline.core.finding import Finding
+from paceline.course.answers import Question
+from paceline.course.questions import QUESTIONS
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
@@ -17,7 +21,7 @@ RESULTS = pathlib.Path(__file__).parents[3] / "results"
 STEADY = (1.0, 0.999, 1.001, 1.0, 1.0, 1.0, 1.0)
 NOISY = (0.8, 1.3, 1.0, 0.7, 1.1, 0.9, 1.2)
 ONE = (1.0,)
-FEW = "(from only 1 sample)"
+FEW = "samples: 1)"
 GPU = {"device": "cuda", "hardware": "h100-sxm", "backend": "nccl"}
 UNSHAPED = {"num_hosts": 2, "measured_link_rate_bits_per_s": 2e10}
 """Two hosts on a link without a configured rate."""
@@ -68,33 +72,46 @@ def make_record(kind: str, numbers: Mapping[str, Any], **case: Any) -> Record:
     return record_factory.make_record(kind, known, **case)
 
 
+def question_of(finds: object) -> Question:
+    """Returns the question that a function finds the answers to."""
+    (question,) = [each for each in QUESTIONS if each.finds is finds]
+    return question
+
+
 def sentences(blocks: Sequence[Block]) -> list[str]:
     """Returns the text of all findings."""
     return [finding.text for block in blocks for finding in block.findings]
 
 
 def check(
-    answer: Callable[[Evidence], tuple[Block, ...]],
-    records: Sequence[Record],
-    expected: Mapping[str, Mapping[str, Any] | None],
+    finds: object, records: Sequence[Record], expected: Mapping[str, Mapping[str, Any] | None]
 ) -> tuple[Block, ...]:
-    """Checks the figures and texts of findings by name; None if a finding must be absent.
+    """Checks that a sentence of each name has these figures; None if there must be none.
 
-    The key "says" has words that the text must contain, and "remedy" has the whole remedy. If
-    nothing is expected, the answer must be empty. Returns the blocks of the answer.
+    A figure of None must be unknown, and the key "says" has words that the sentence must contain.
+    If nothing is expected, the answer must be empty. Returns the blocks of the answer.
     """
-    blocks = answer(Evidence.of(records))
+    question = question_of(finds)
+    blocks = question.answer(Evidence.of(records))
     assert expected or not blocks
-    found = {each.name: each for block in blocks for each in block.findings}
+    found = [finding for block in blocks for finding in block.findings]
     for name, figures in expected.items():
-        assert (name in found) == (figures is not None), name
-        if figures is None:
-            continue
-        known = dict(figures)
-        says, remedy = known.pop("says", ()), known.pop("remedy", found[name].remedy)
-        for words in (says,) if isinstance(says, str) else says:
-            assert words in found[name].text
-        assert found[name].remedy == remedy
-        figures = {key: found[name].figures[key] for key in known}
-        assert figures == pytest.approx(known, rel=2e-3)
+        named = [finding for finding in found if finding.name == name]
+        assert bool(named) == (figures is not None), name
+        fields = {field for _, field, *_ in string.Formatter().parse(question.sentences[name])}
+        known = {key.removesuffix("_low").removesuffix("_high") for key in figures or {}}
+        assert known <= {*fields, "says"}, known - fields
+        matching = [finding for finding in named if _matches(finding, figures or {})]
+        assert bool(matching) == bool(named), (figures, named)
     return blocks
+
+
+def _matches(finding: Finding, expected: Mapping[str, Any]) -> bool:
+    figures = dict(expected)
+    says = figures.pop("says", ())
+    if not all(words in finding.text for words in ((says,) if isinstance(says, str) else says)):
+        return False
+    known = {key: number for key, number in figures.items() if number is not None}
+    if finding.figures.keys() & (figures.keys() - known):
+        return False
+    return {key: finding.figures.get(key) for key in known} == pytest.approx(known, rel=2e-3)

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from paceline.course import report as build
-from paceline.course.deliverables import DELIVERABLES
+from paceline.course.answers import Answer
+from paceline.course.questions import QUESTIONS
 from paceline.course.report import build_report, write_report
 from paceline.records import Record
 from paceline.reports.document.html import render_html
 from paceline.reports.document.markdown import render_report
-from paceline.reports.document.model import Block, Report
+from paceline.reports.document.model import Report
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import changed, committed_records, make_record
 
@@ -133,18 +134,16 @@ def test_the_last_run_of_a_case_counts_and_partial_ones_are_told_apart() -> None
 
 
 def test_an_answer_that_cannot_be_made_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(_evidence: Evidence) -> tuple[Block, ...]:
+    def odd(_evidence: Evidence) -> list[Answer]:
         raise KeyError("time_s")
 
-    broken, whole = DELIVERABLES[0], DELIVERABLES[2]
-    parts = (dataclasses.replace(broken.parts[0], answer=odd),)
-    replaced = (dataclasses.replace(broken, parts=parts), whole)
-    monkeypatch.setattr(build, "DELIVERABLES", replaced)
+    broken = dataclasses.replace(QUESTIONS[0], finds=odd)
+    monkeypatch.setattr(build, "QUESTIONS", (broken, *QUESTIONS[3:4]))
     report = build_report([])
     assert report.sections[0].failures == (
         "By model: the records could not be evaluated: KeyError('time_s')",
     )
-    assert report.sections[1].is_complete
+    assert report.sections[2].is_complete
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
@@ -161,8 +160,11 @@ def test_the_page_begins_with_key_findings_of_what_was_measured() -> None:
     kinds = ("optimizer", "prediction")
     report = build_report([each for each in committed_records() if each.kind in kinds])
     assert [(section.name, each.name) for section, each in report.key_findings] == [
-        ("optimizer_state_sharding", "peak_prediction")
+        ("optimizer_state_sharding", "sharded_memory")
     ]
-    assert "fully_sharded" in Page(render_html(report)).text.split("Contents")[0]
+    assert (
+        "torch_zero_view instead of torch_ddp"
+        in Page(render_html(report)).text.split("Contents")[0]
+    )
     assert "Key findings:\n\n- **Sharding" in render_report(report)
     assert build_report([]).key_findings == ()

@@ -88,13 +88,3 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
         outside += 1
         tail += math.comb(len(ordered), outside + 1)
     return ordered[outside], ordered[-1 - outside]
-
-
-def stands_out(value: float, metric: Metric) -> bool | None:
-    """Returns whether a value lies outside the range of a metric's samples; None if too few.
-
-    The interval of the median would be too narrow here: with many samples, it excludes most.
-    """
-    if len(metric.samples) < _FEWEST_SAMPLES:
-        return None
-    return not min(metric.samples) <= value <= max(metric.samples)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
 from paceline.records import Metric
-from paceline.reports.evidence.comparison import compare, median_interval, stands_out
+from paceline.reports.evidence.comparison import compare, median_interval
 from tests.unit.course.report_cases import NOISY, STEADY
 
 
@@ -56,9 +56,3 @@ def test_a_ratio_is_judged_by_its_rounds_or_runs(
 @pytest.mark.parametrize("base", [Metric(value=0.0), Metric(value=1.0, samples=(0.0, 1.0, 2.0))])
 def test_nothing_is_divided_by_zero(base: Metric, in_turn: bool) -> None:
     assert compare(Metric(value=1.0, samples=(1.0,) * 3), base, in_turn=in_turn) is None
-
-
-@pytest.mark.parametrize(("value", "expected"), [(1.25, False), (1.31, True), (0.69, True)])
-def test_one_more_sample_stands_out_beyond_all_others(value: float, expected: bool) -> None:
-    assert stands_out(value, _metric(1.0, NOISY)) is expected
-    assert stands_out(value, _metric(1.0, NOISY[:5])) is None

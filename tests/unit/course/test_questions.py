@@ -1,20 +1,22 @@
-"""Tests that the report has every deliverable, and that findings follow from the figures."""
+"""Tests that every problem is answered, and that sentences follow from the figures."""
 
 import itertools
 import json
 import pathlib
 import shlex
+import string
 
 import pytest
 
 from paceline.cli import main
-from paceline.course.answers.scaling import answer_scaling
-from paceline.course.deliverables import DELIVERABLES, Part
+from paceline.course.answers import Question
+from paceline.course.calculated import best_allocation
+from paceline.course.presets import suite_cases
+from paceline.course.questions import DELIVERABLES, QUESTIONS
 from paceline.course.report import build_report, commands_for
-from paceline.course.suite.presets import suite_cases
 from paceline.reports.evidence.groups import Evidence
 from paceline.scaling import synthetic_sweep
-from tests.unit.course.report_cases import committed_records, sentences, swapped
+from tests.unit.course.report_cases import committed_records, question_of, sentences, swapped
 from tests.unit.scaling.surfaces import SURFACE
 
 # The courses' problems, in order.
@@ -25,29 +27,29 @@ flash_benchmarking, distributed_communication_single_node, naive_ddp, minimal_dd
 ddp_overlap_individual_parameters, ddp_overlap_bucketed, ddp_bucketed_benchmarking (equations),
 communication_accounting, optimizer_state_sharding, chinchilla_isoflops
 """
-PARTS = [(deliverable, part) for deliverable in DELIVERABLES for part in deliverable.parts]
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-def test_every_problem_has_a_section_in_order_and_every_part_an_answer_of_its_own() -> None:
-    names = [name for deliverable in DELIVERABLES for name in deliverable.name.split(", ")]
+def test_every_problem_has_a_section_in_order_and_every_question_an_answer_of_its_own() -> None:
+    names = [name for deliverable in DELIVERABLES for name in deliverable.split(", ")]
     assert names == [name.strip() for name in CONTRACT.split(",")]
-    assert len({part.answer for _, part in PARTS}) == len(PARTS)
+    assert list(dict.fromkeys(question.deliverable for question in QUESTIONS)) == [*DELIVERABLES]
+    assert len({question.finds for question in QUESTIONS}) == len(QUESTIONS) == 27
 
 
 def test_an_empty_store_leaves_the_right_calculations_and_commands_for_the_rest() -> None:
     report = build_report([])
-    for section, deliverable in zip(report.sections, DELIVERABLES, strict=True):
-        for part, asked in zip(section.parts, deliverable.parts, strict=True):
-            assert bool(part.blocks) == (asked.kind is None) == (not part.commands), part.title
-            assert len(part.commands) != 1, "only the command for GPUs"
-            assert part.question.endswith("?")
-            profiled = asked.kind in ("memory_timeline", "timeline")
-            for command in part.commands[:-1]:
-                assert ("profile " in command) == profiled, part.title
     parts = [part for section in report.sections for part in section.parts]
+    for part, question in zip(parts, QUESTIONS, strict=True):
+        assert part.question == question.asks
+        assert bool(part.blocks) == (question.kind is None) == (not part.commands), part.title
+        assert len(part.commands) != 1, "only the command for GPUs"
+        assert part.question.endswith("?")
+        profiled = question.kind in ("memory_timeline", "timeline")
+        for command in part.commands[:-1]:
+            assert ("profile " in command) == profiled, part.title
     calculated = [part for part in parts if part.blocks]
-    assert f"{len(calculated)} of {len(PARTS)} questions" in report.summary[0]
+    assert f"{len(calculated)} of {len(QUESTIONS)} questions" in report.summary[0]
     text = " ".join(sentence for part in parts for sentence in sentences(part.blocks))
     figures = """9.9531; 10.0021; 3,276 GiB; 41 H100; 17,547,264; 35 devices; 54; 25,302; 20,444;
         15,699; 3,925; s/(n w) + n o; 128.00 MiB; 29.78 GiB to 22.33 GiB; 5.00 MiB at context 128;
@@ -55,26 +57,41 @@ def test_an_empty_store_leaves_the_right_calculations_and_commands_for_the_rest(
     assert [each.strip() for each in figures.split(";") if each.strip() not in text] == []
 
 
-@pytest.mark.parametrize(
-    "part",
-    [pytest.param(part, id=f"{each.name}: {part.title}") for each, part in PARTS if part.kind],
-)
-def test_findings_change_with_the_figures_and_say_where_they_are_from(part: Part) -> None:
+MEASURED = [
+    pytest.param(question, id=f"{question.deliverable}: {question.title}")
+    for question in QUESTIONS
+    if question.kind
+]
+
+
+@pytest.mark.parametrize("question", MEASURED)
+def test_sentences_change_with_the_figures_and_say_where_they_are_from(question: Question) -> None:
     records = committed_records()
-    blocks = part.answer(Evidence.of(records))
+    blocks = question.answer(Evidence.of(records))
     assert sentences(blocks)
     for order in (lambda each: each[::-1], lambda each: each[3:] + each[:3]):
-        assert sentences(blocks) != sentences(part.answer(Evidence.of(swapped(records, order))))
+        changed = question.answer(Evidence.of(swapped(records, order)))
+        assert sentences(blocks) != sentences(changed)
     for found in blocks:
         assert found.tables
         assert found.environments
         assert all("torch 2" in place and "processors" in place for place in found.environments)
 
 
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.title)
+def test_every_name_in_a_sentence_is_one_that_its_records_have(question: Question) -> None:
+    rows = [row for found in question.finds(Evidence.of(committed_records())) for row in found.rows]
+    for name, sentence in question.sentences.items():
+        fields = {field for _, field, *_ in string.Formatter().parse(sentence) if field}
+        given = [numbers.keys() for row_name, numbers in rows if row_name == name]
+        assert given, name
+        assert fields <= set().union(*given), fields - set().union(*given)
+
+
 def test_every_command_of_the_report_and_of_the_suite_is_one() -> None:
     presets = itertools.product(("laptop", "2gpu", "8gpu"), (False, True))
     cases = [case for preset, quick in presets for case in suite_cases(preset, quick=quick)]
-    commands = {command for asked in PARTS for command in commands_for(*asked)}
+    commands = {command for question in QUESTIONS for command in commands_for(question)}
     commands |= {f"{case.command}{' --out x' * (case.records_in == 'directory')}" for case in cases}
     parsed: list[object] = []
     for command in commands:
@@ -92,14 +109,17 @@ def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib
     rows = zip(sweep.parameters, sweep.compute, sweep.loss, strict=True)
     names = ("parameters", "compute_budget", "final_loss")
     runs.write_text(json.dumps([dict(zip(names, map(float, row), strict=True)) for row in rows]))
-    (given,) = answer_scaling(Evidence.of([], runs))
+    answer = question_of(best_allocation).answer
+    (given,) = answer(Evidence.of([], runs))
     assert "runs.json" in given.heading
-    figures = [each.figures for each in given.findings]
-    sizes = [each["parameters"] for each in figures[:2]]
+    figures = [each.figures for each in given.findings[:2]]
+    sizes = [each["parameters"] for each in figures]
     assert sizes == pytest.approx([3.351e10, 1.0942e11], rel=2e-3)
     assert figures[0]["tokens_per_parameter"] == pytest.approx(1e23 / 6 / sizes[0] ** 2, rel=1e-3)
-    (wasted,) = [each["wasted_share"] for each in figures if "wasted_share" in each]
-    assert wasted > 0.1
-    (made_up,) = answer_scaling(Evidence.of([]))
+    assert all(each["wasted_share"] > 0.1 for each in figures)
+    assert [each["extrapolation"] for each in figures] == pytest.approx(
+        [compute / sweep.compute.max() for compute in (1e23, 1e24)]
+    )
+    (made_up,) = answer(Evidence.of([]))
     assert "Synthetic" in made_up.heading
     assert made_up.findings[:2] != given.findings[:2]

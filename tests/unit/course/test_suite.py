@@ -11,10 +11,9 @@ import time
 import msgspec
 import pytest
 
+from paceline.course import suite as suite_module
+from paceline.course.suite import Suite, SuiteCase
 from paceline.records import RecordStore, capture_environment
-from paceline.workflows import suite as suite_module
-from paceline.workflows.cases import SuiteCase
-from paceline.workflows.suite import Suite
 from tests.unit.record_factory import step_record
 
 # Stands in for paceline: writes a record, or behaves as its model's name says.
@@ -219,7 +218,7 @@ def _is_running(pid: int) -> bool:
 def test_it_goes_on_where_it_was_killed(tmp_path: pathlib.Path, how: signal.Signals) -> None:
     code = (
         "import pathlib, sys\n"
-        "from tests.unit.workflows.test_suite import case, make\n"
+        "from tests.unit.course.test_suite import case, make\n"
         "names = ('first', 'hanging', 'last')\n"
         "make(pathlib.Path(sys.argv[1]), *map(case, names)).run(print)\n"
     )

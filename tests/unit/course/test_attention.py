@@ -1,21 +1,22 @@
-"""Tests of findings about attention: growth, compilation, implementations, kernels."""
+"""Tests of the numbers of attention: growth, compilation, implementations, kernels."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from paceline.course.answers import attention as answers
+from paceline.course import attention, calculated
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import FEW, ONE, STEADY, check, make_record
+from tests.unit.course.report_cases import FEW, ONE, STEADY, check, make_record, question_of
 from tests.unit.record_factory import kernel_record
 
 USUAL: dict[str, Any] = {"implementation": "naive", "batch": 1, "context": 1024, "head_dim": 64}
 USUAL |= {"dtype": "float32", "float32_matmul_precision": "highest", "compile": "none"}
 USUAL |= {"causal": True}
 SDPA, WHOLE, HALF = {"implementation": "sdpa"}, {"compile": "whole"}, {"dtype": "bfloat16"}
-H100, ROUNDED = {"hardware": "h100-sxm"}, {"float32_matmul_precision": "high"}
+H100, V100 = {"hardware": "h100-sxm"}, {"hardware": "v100-sxm2-16gb"}
+ROUNDED = {"float32_matmul_precision": "high"}
 
 
 def _attention(
@@ -71,81 +72,85 @@ APART = [_attention(), _attention(**LONG, **SDPA)]
 SEVERAL = [_attention(**SHORT), _attention(), _attention(**LONG), _attention(**SHORT, **SDPA)]
 SEVERAL += [_attention(0.5, peak=1e6, **SDPA)]
 LOST = [_attention(**SHORT), _lost(**LONG), _lost(), _attention(**SDPA)]
-FASTEST, RATE, DTYPES = "fastest_attention", "attention_rate", "bfloat16_to_float32"
-COMPILED, RANGE = "compiled_to_plain_attention", "compiled_to_plain_range"
-QUADRATIC = "attention_memory_quadratic"
-LINEAR, MISSING, BYTES = "attention_memory_linear", "cases_missing", "attention_saved_bytes"
-GROWTH = ["From length 1024 to length 2048", "Recompute"]
+FASTEST, DTYPES = "fastest_attention", "attention_in_low_precision"
+COMPILED, GROWTH = "compiled_attention", "attention_growth"
 # Three tensors of 2048 by 64 numbers and the scores.
 SAVED = 4 * (3 * 2048 * 64 + 2048**2)
 TILED = {"saved_bytes": 8.023 * 2**30, "tiled_saved_bytes": 32.5 * 2**20, "saved_ratio": 253}
-FLASH, NAIVE = answers.answer_flash, answers.answer_naive
-COMPILE, CALCULATED = answers.answer_compiled_attention, answers.calculate_naive
+FLASH, NAIVE = attention.fastest_attention, attention.attention_growth
+COMPILE, CALCULATED = attention.compiled_attention, calculated.score_memory
+PEAKS = {"peak_bytes": 1e6, "slowest_peak_bytes": 3e6}
 
 
 @pytest.mark.parametrize(
-    ("answer", "records", "name", "expected"),
+    ("finds", "records", "name", "expected"),
     [
-        (FLASH, APART, "nothing_to_compare", {}),
-        (FLASH, APART, "all_cases_ran", {"num_cases": 2}),
-        (FLASH, APART, FASTEST, None),
+        (FLASH, APART, FASTEST, {"num_implementations": 1, "num_cases": 2, "num_missing": 0}),
         # The longest length at which most implementations ran.
-        (FLASH, SEVERAL, FASTEST, {"time_s": 0.5, "naive_time_s": 1, "says": "length 1024"}),
-        (FLASH, SEVERAL, FASTEST, {"peak_bytes": 1e6, "naive_peak_bytes": 3e6, "says": "sdpa is"}),
-        (FLASH, SEVERAL, FASTEST, {"says": ["naive takes 2 times", "more)", "2.86 MiB."]}),
+        (FLASH, SEVERAL, FASTEST, {"time_s": 0.5, "slowest_time_s": 1, "context": 1024}),
+        (FLASH, SEVERAL, FASTEST, {**PEAKS, "says": ["sdpa, takes 500 ms", "naive takes 2 times"]}),
+        (FLASH, SEVERAL, FASTEST, {"slowest_ratio": 2, "num_implementations": 2}),
         # Another answer covers compiled attention.
         (FLASH, [_attention(**WHOLE), _attention(**WHOLE, **SDPA)], FASTEST, None),
-        (FLASH, _rated(1e12), RATE, {"flops_per_s": 1e12, "says": "peak is unknown"}),
-        (FLASH, _rated(None), RATE, None),
-        (FLASH, _rated(33.5e12, **H100), RATE, {"peak_flops_per_s": 67e12}),
-        (FLASH, _rated(247e12, **H100, **ROUNDED), RATE, {"peak_flops_per_s": 494.5e12}),
-        (FLASH, _rated(247e12, **H100), f"{RATE}_exceeds_peak", {"says": "timer"}),
-        (FLASH, _rated(1e12, hardware="v100-sxm2-16gb", **ROUNDED), RATE, {"says": "unknown"}),
-        (FLASH, LOST, MISSING, {"says": ["naive did", "2 of 3", "1024", "skipped, a reason"]}),
-        (FLASH, LOST, "all_cases_ran", None),
-        (FLASH, _halved(0.2), DTYPES, {"ratio": 0.4, "says": ["length 4096", ", sdpa", ": less)"]}),
-        (FLASH, _halved(0.49), DTYPES, {"says": [": no clear difference)", "reaches the kernel"]}),
-        (FLASH, [*_halved(0.2)[:2], _attention()], DTYPES, None),
-        (COMPILE, _compiled(0.5), COMPILED, {"ratio": 0.5, "says": ["length 2048", ": less)"]}),
-        (COMPILE, _compiled(0.5), COMPILED, {"saved_bytes": 2e5, "plain_saved_bytes": 1e6}),
+        (FLASH, _rated(1e12), FASTEST, {"flops_per_s": 1e12, "device_flops_per_s": None}),
+        (FLASH, _rated(None), FASTEST, {"flops_per_s": None}),
+        (FLASH, _rated(33.5e12, **H100), FASTEST, {"device_flops_per_s": 67e12}),
+        (FLASH, _rated(247e12, **H100, **ROUNDED), FASTEST, {"device_flops_per_s": 494.5e12}),
+        (FLASH, _rated(1e12, **V100, **ROUNDED), FASTEST, {"device_flops_per_s": None}),
+        (FLASH, LOST, FASTEST, {"num_missing": 2, "num_cases": 4, "missing_context": 1024}),
+        (FLASH, LOST, FASTEST, {"says": "1,024 tokens, naive (a reason)"}),
+        (FLASH, _halved(0.2), DTYPES, {"ratio": 0.4, "context": 4096, "says": "sdpa takes"}),
+        (FLASH, _halved(0.49), DTYPES, {"ratio": 0.98, "ratio_low": 0.931}),
+        (FLASH, [*_halved(0.2)[:2], _attention()], FASTEST, {"num_cases": 3}),
+        (COMPILE, _compiled(0.5), COMPILED, {"ratio": 0.5, "context": 2048}),
+        (
+            *(COMPILE, _compiled(0.5), COMPILED),
+            {"saved_for_backward_bytes": 2e5, "plain_saved_for_backward_bytes": 1e6},
+        ),
         (COMPILE, [_attention(**LONG), _attention(**SHORT, **WHOLE)], COMPILED, None),
-        (COMPILE, _compiled(1.5), RANGE, {"least_ratio": 0.9, "most_ratio": 1.5}),
-        (COMPILE, _compiled(1.5)[-2:], RANGE, None),
+        (COMPILE, _compiled(1.5), COMPILED, {"least_ratio": 0.9, "most_ratio": 1.5}),
+        (COMPILE, _compiled(1.5), COMPILED, {"num_cases": 2}),
         (COMPILE, _compiled(0.5, ONE), COMPILED, {"ratio": 0.5, "says": FEW}),
-        (NAIVE, _grown(1e6, 4e6), QUADRATIC, {"saved_power": 2, "forward_power": 3}),
-        (NAIVE, _grown(1e6, 4e6), QUADRATIC, {"forward_time_s": 2.0, "says": GROWTH}),
-        (NAIVE, _grown(1e6, 2e6), LINEAR, {"saved_power": 1, "saved_bytes": 2e6}),
-        (NAIVE, _grown(0.0, 2e6), LINEAR, None),
-        (NAIVE, _grown(0.0, 2e6), MISSING, {"num_missing": 1, "says": "head dim 128"}),
-        (NAIVE, _grown(1e6, SAVED), BYTES, {"expected_saved_bytes": SAVED, "says": "(+0%)"}),
-        (CALCULATED, [], BYTES, TILED),
+        (NAIVE, _grown(1e6, 4e6), GROWTH, {"saved_power": 2, "forward_power": 3}),
+        (NAIVE, _grown(1e6, 4e6), GROWTH, {"forward_time_s": 2.0, "first_context": 1024}),
+        (NAIVE, _grown(1e6, 2e6), GROWTH, {"saved_power": 1, "saved_for_backward_bytes": 2e6}),
+        (NAIVE, _grown(0.0, 2e6), GROWTH, {"saved_power": None, "forward_power": 3}),
+        (NAIVE, _grown(0.0, 2e6), GROWTH, {"num_missing": 1, "missing_context": 8192}),
+        (NAIVE, _grown(1e6, SAVED), GROWTH, {"expected_saved_bytes": SAVED}),
+        (CALCULATED, [], "score_memory", TILED),
     ],
 )
 @pytest.mark.usefixtures("no_pictures")
-def test_findings(answer: Any, records: list[Record], name: str, expected: Any) -> None:
-    check(answer, records, {name: expected})
+def test_numbers(finds: Any, records: list[Record], name: str, expected: Any) -> None:
+    check(finds, records, {name: expected} if expected else {})
+
+
+def test_low_precision_is_compared_only_where_both_were_measured() -> None:
+    blocks = question_of(FLASH).answer(Evidence.of([*_halved(0.2)[:2], _attention()]))
+    assert [each.name for block in blocks for each in block.findings] == [FASTEST]
 
 
 def test_compiled_attention_is_drawn_beside_plain_attention_of_the_same_length() -> None:
-    ((picture,),) = (block.pictures for block in COMPILE(Evidence.of(_compiled(0.5))))
-    assert picture.name == "compiled-0-attention-time"
+    blocks = question_of(COMPILE).answer(Evidence.of(_compiled(0.5)))
+    ((picture,),) = (block.pictures for block in blocks)
+    assert picture.name == "torch_compile-attention-0-attention-time"
 
 
 MIXED = [kernel_record(), kernel_record(20, spill_bytes=4, mask="z", matrix_instructions=0)]
 MIXED += [kernel_record(120, mask="y")]
-SPILLS = {"num_spilling": 1, "num_kernels": 2, "num_registers": 120}
-CEILING = {"peak_share": 0.495, "says": "forward for sm90"}
+SPILLS = {"num_spilling": 1, "num_kernels": 2, "registers": 120}
+CEILING = {"ceiling_share": 0.495, "num_multiplying": 2, "says": "forward for sm90 has the lowest"}
 
 
 @pytest.mark.parametrize(
     ("kernels", "caption", "expected"),
     [
-        (MIXED[1:], "mask z and y", {"register_spills": SPILLS}),
-        (MIXED, "mask x and z", {"lowest_ceiling": CEILING}),
-        (MIXED[1:2], "architecture sm90", {"no_matrix_units": {}, "lowest_ceiling": None}),
+        (MIXED[1:], "mask z and y", SPILLS),
+        (MIXED, "mask x and z", CEILING),
+        (MIXED[1:2], "architecture sm90", {"num_multiplying": 0, "ceiling_share": None}),
     ],
 )
 def test_kernels(kernels: list[Record], caption: str, expected: Any) -> None:
-    (found,) = check(answers.answer_kernels, kernels, expected)
+    (found,) = check(attention.kernel_resources, kernels, {"kernel_resources": expected})
     assert caption in found.tables[0].caption
     assert not found.tables[0].caption.startswith(",")

@@ -1,4 +1,4 @@
-"""Tests that findings about data-parallel steps follow from the records."""
+"""Tests that the numbers of data-parallel steps follow from the records."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.course.answers import strategies as answers
+from paceline.course import calculated, parallel
 from paceline.records import Record
 from paceline.reports.evidence.groups import Evidence
-from tests.unit.course.report_cases import FEW, GPU, NOISY, ONE, STEADY, check, make_record
+from tests.unit.course.report_cases import (
+    FEW,
+    GPU,
+    NOISY,
+    ONE,
+    STEADY,
+    check,
+    make_record,
+    question_of,
+)
 from tests.unit.record_factory import ENVIRONMENT
 
 LAB = {"num_hosts": 2, "link_rate_bits_per_s": 2e9}
@@ -63,60 +72,76 @@ NONE = _step("none", exposed=0.0)
 UNSTEADY = [_naive(1.02, spread=NOISY), NONE]
 RIVALS = [_step("bucketed", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)]
 RIVALS += [_step("overlapped", step=1.02, spread=NOISY), _step("torch_ddp", step=2.0, spread=ONE)]
-NAIVE, FLAT, OVERLAP = answers.answer_naive, answers.answer_flat, answers.answer_overlap
-UNKNOWN = "; too few samples to compare with bucketed 1 MiB."
-ALIKE = "; no clear difference from bucketed 1 MiB, bucketed 2 MiB."
+NAIVE, FLAT, OVERLAP = parallel.exposed_communication, parallel.flat_step, parallel.best_bucket
 LATER = _prediction(5, {"exposed_communication_s": 0.018})
-AGAINST, EXPOSED, ERROR = "step_against_none", "exposed_communication", "prediction_error"
-BEST, LINK, STEP, SENT = "best_bucket", "link_share", "flat_step", "flat_exposed_communication"
+AGAINST, EXPOSED, ERROR = "step_against", "exposed_communication", "prediction_error"
+BEST, STEP = "best_bucket", "flat_step"
+LOOPBACK: dict[str, Any] = {
+    "bus_bytes_per_s": 2.5e8,
+    "link_share": None,
+    "says": "(link: loopback;",
+}
+
+
+def _beside(strategy: str, **figures: Any) -> dict[str, dict[str, Any]]:
+    return {AGAINST: {**figures, "says": f"one with {strategy} ("}}
 
 
 @pytest.mark.parametrize(
-    ("answer", "records", "expected"),
+    ("finds", "records", "expected"),
     [
-        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"step_s": 2, "exposed_s": 0.4, "num_messages": 75}}),
-        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"exposed_share": 0.2}, AGAINST: None}),
-        (NAIVE, [_naive(2.0, 0.4)], {"loopback": {"bus_bytes_per_s": 2.5e8}}),
+        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"step_time_s": 2, "num_messages": 75}}),
+        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"exposed_communication_s": 0.4}, AGAINST: None}),
+        (NAIVE, [_naive(2.0, 0.4)], {EXPOSED: {"exposed_share": 0.2, **LOOPBACK}}),
         # The link needs 400 ms.
-        (NAIVE, [_naive(2.0, 0.44, **LAB)], {LINK: {LINK: 0.909, "says": "within 10% (-9%)"}}),
-        (NAIVE, [_naive(2.0, 0.60, **LAB)], {LINK: {LINK: 0.667, "says": "latency of calls"}}),
-        (NAIVE, [_naive(1.2), NONE], {AGAINST: {"ratio": 1.2, "slowdown_s": 0.1, "says": "more"}}),
-        (NAIVE, [_naive(0.9), NONE], {AGAINST: {"slowdown_s": -0.2, "none_step_s": 1.0}}),
-        (NAIVE, UNSTEADY, {AGAINST: {"ratio_low": 0.714, "says": "no clear"}}),
-        (FLAT, _flat(0.95, 0.05), {STEP: {"naive_step_s": 1, "flat_step_s": 0.95, "says": "less"}}),
-        (FLAT, _flat(0.95, 0.05), {SENT: {"naive_exposed_s": 0.1, "flat_exposed_s": 0.05}}),
-        (FLAT, _flat(1.01, 0.12), {STEP: {"ratio": 1.01}, SENT: {"ratio": 1.2, "says": "more"}}),
-        (OVERLAP, [_step("bucketed", 25, 1.2), NONE], {AGAINST: {"ratio": 1.2}}),
-        (OVERLAP, RIVALS, {"step_against_naive": {"rival_exposed_s": 0.3, "says": "less"}}),
-        (OVERLAP, RIVALS, {"step_against_flat": {"ratio": 1 / 0.98, "rival_step_s": 0.98}}),
-        (OVERLAP, RIVALS, {"step_against_overlapped": {"rival_step_s": 1.02, "says": "no clear"}}),
-        (OVERLAP, RIVALS, {"step_against_torch_ddp": {"ratio": 0.5, "says": FEW}, AGAINST: None}),
-        (OVERLAP, _buckets(), {BEST: {"num_sizes": 1, "says": "shortest step, 1 s."}}),
-        (OVERLAP, _buckets(1.1, 1.2), {BEST: {"says": ["measured: 3.", "25 MiB has", "1 s."]}}),
-        (OVERLAP, _buckets(1.1, 1.01, spread=NOISY), {BEST: {"says": ALIKE}}),
-        (OVERLAP, _buckets(1.1, spread=ONE), {BEST: {"says": UNKNOWN}}),
-        (OVERLAP, [BUCKET], {EXPOSED: {"exposed_s": 0.1, "communication_s": 0.5}, "loopback": {}}),
-        (OVERLAP, [_step("bucketed", 25, alone=None)], {EXPOSED: {"says": "takes unknown"}}),
-        (OVERLAP, [_step("bucketed", 25, **LAB)], {"loopback": None}),
-        (OVERLAP, [_step("bucketed", 25, **GPU)], {"loopback": None}),
-        (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_alike": 1, "predicted_s": 0.0066}}),
+        (NAIVE, [_naive(2.0, 0.44, **LAB)], {EXPOSED: {"link_share": 0.909}}),
+        (NAIVE, [_naive(2.0, 0.60, **LAB)], {EXPOSED: {"link_share": 0.667}}),
+        (NAIVE, [_naive(1.2), NONE], _beside("none", ratio=1.2, slowdown_s=0.1)),
+        (NAIVE, [_naive(0.9), NONE], _beside("none", slowdown_s=-0.2, rival_step_time_s=1.0)),
+        (NAIVE, UNSTEADY, _beside("none", ratio_low=0.714, ratio_high=1.02 * 1.3 / 0.999)),
+        (FLAT, _flat(0.95, 0.05), {STEP: {"naive_step_time_s": 1, "step_time_s": 0.95}}),
+        (FLAT, _flat(0.95, 0.05), {STEP: {"ratio": 0.95, "naive_num_messages": 75}}),
+        (FLAT, _flat(0.95, 0.05), {STEP: {"naive_exposed_communication_s": 0.1}}),
+        (FLAT, _flat(0.95, 0.05), {STEP: {"exposed_communication_s": 0.05}}),
+        (FLAT, _flat(1.01, 0.12), {STEP: {"ratio": 1.01, "exposed_ratio": 1.2}}),
+        (OVERLAP, [_step("bucketed", 25, 1.2), NONE], _beside("none", ratio=1.2)),
+        (OVERLAP, RIVALS, _beside("naive", rival_exposed_communication_s=0.3, ratio=1 / 1.02)),
+        (OVERLAP, RIVALS, _beside("flat", ratio=1 / 0.98, rival_step_time_s=0.98)),
+        (
+            OVERLAP,
+            RIVALS,
+            _beside("overlapped", rival_step_time_s=1.02, ratio_low=0.999 / 1.3 / 1.02),
+        ),
+        (OVERLAP, RIVALS, _beside("torch_ddp", ratio=0.5)),
+        (OVERLAP, RIVALS, {AGAINST: {"says": f"{FEW} as long as one with torch_ddp"}}),
+        (OVERLAP, RIVALS, _beside("bucketed 1 MiB", ratio=1 / 1.5, rival_step_time_s=1.5)),
+        (OVERLAP, _buckets(), {BEST: {"num_sizes": 1, "step_time_s": 1}, AGAINST: None}),
+        (OVERLAP, _buckets(1.1, 1.2), {BEST: {"num_sizes": 3, "says": "bucketed 25 MiB has"}}),
+        # Of the other sizes, the one with the shortest step.
+        (OVERLAP, _buckets(1.1, 1.01), _beside("bucketed 2 MiB", ratio=1 / 1.01)),
+        (OVERLAP, [BUCKET], {BEST: {"exposed_communication_s": 0.1, "communication_s": 0.5}}),
+        (OVERLAP, [_step("bucketed", 25, alone=None)], {BEST: {"communication_s": None}}),
+        (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_close": 1, "predicted_s": 0.0066}}),
         (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_sizes": 2, "error_share": 0.0106}}),
-        (OVERLAP, _predicted(0.0188, 0.0157), {ERROR: {"num_alike": 2, "measured_s": 0.0172}}),
-        (OVERLAP, _predicted(0.0190, 0.0154), {ERROR: {"num_alike": 0}, "no_prediction": None}),
-        (OVERLAP, [*_predicted(), LATER], {ERROR: None, "no_prediction": {"num_sizes": 2}}),
+        (
+            *(OVERLAP, _predicted(0.0188, 0.0157)),
+            {ERROR: {"num_close": 2, "exposed_communication_s": 0.0172}},
+        ),
+        (OVERLAP, _predicted(0.0190, 0.0154), {ERROR: {"num_close": 0}}),
+        (OVERLAP, [*_predicted(), LATER], {ERROR: None, BEST: {"num_sizes": 2}}),
     ],
 )
 @pytest.mark.usefixtures("no_pictures")
-def test_findings(answer: Any, records: list[Record], expected: Any) -> None:
-    check(answer, records, expected)
+def test_numbers(finds: Any, records: list[Record], expected: Any) -> None:
+    check(finds, records, expected)
 
 
-@pytest.mark.parametrize("answer", [NAIVE, FLAT, OVERLAP])
-def test_one_rank_and_failures_tell_nothing_of_communication(answer: Any) -> None:
+@pytest.mark.parametrize("finds", [NAIVE, FLAT, OVERLAP])
+def test_one_rank_and_failures_tell_nothing_of_communication(finds: Any) -> None:
     names: Any = (("none",), ("naive",), ("flat",), ("bucketed", 25))
-    check(answer, [_step(*name, world_size=1) for name in names], {})
-    check(answer, [_step(*name, world_size=1, **GPU) for name in names], {})
-    check(answer, [_record("ddp", {}, *name, outcome="failed") for name in names], {})
+    check(finds, [_step(*name, world_size=1) for name in names], {})
+    check(finds, [_step(*name, world_size=1, **GPU) for name in names], {})
+    check(finds, [_record("ddp", {}, *name, outcome="failed") for name in names], {})
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -125,9 +150,9 @@ def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
     drifting = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
     later = msgspec.structs.replace(ENVIRONMENT, time="2026-01-03T00:00:00+00:00")
     bucketed = _step("bucketed", 25.0, 0.98, spread=drifting, **LAB)
-    for environment, says in ((ENVIRONMENT, "less"), (later, "no clear difference")):
+    for environment, high in ((ENVIRONMENT, 0.98), (later, 0.98 * 1.3 / 0.7 * 1.05)):
         naive = _naive(spread=drifting, environment=environment, **LAB)
-        expected = {"step_against_naive": {"ratio": 0.98, "says": says}}
+        expected = _beside("naive", ratio=0.98, ratio_high=high)
         (block,) = check(OVERLAP, [bucketed, naive], expected)
     days = f"; 2026-01-03 to {ENVIRONMENT.time[:10]}"
     assert [line.endswith(days) for line in block.environments] == [True]
@@ -141,11 +166,12 @@ def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> N
         _record("timeline", dict(zip(names, times, strict=True)), strategy, rank=rank)
         for strategy, rank, *times in cases
     ]
-    (traced,) = answers.answer_traces(Evidence.of(records))
+    (traced,) = question_of(parallel.overlap_in_trace).answer(Evidence.of(records))
+    names = ("exposed_communication_s", "total_s", "overlapped_share")
     assert [
-        (each.message.split(":")[0], each.figures["exposed_s"], each.figures["overlapped_share"])
+        (each.message.split(":")[0], *(each.figures[name] for name in names))
         for each in traced.findings
-    ] == [("naive", 0.49, pytest.approx(0.02)), ("bucketed", 0.1, pytest.approx(0.9))]
+    ] == [("naive", 0.49, 0.5, pytest.approx(0.02)), ("bucketed", 0.1, 1.0, pytest.approx(0.9))]
 
 
 FIT = {"exposed_communication_s": 0.01, "gradient_bytes": 1e8, "latency_s": 4e-4}
@@ -158,11 +184,11 @@ SLOPELESS = {name: FIT[name] for name in FIT if "bandwidth" not in name}
 @pytest.mark.parametrize(
     ("fit", "without", "balanced", "measured"),
     [
-        (FIT, {}, BALANCED, {"backward_s": 0.5, "sending_s": 0.4, "num_buckets": 250}),
+        (FIT, {}, BALANCED, {"backward_time_s": 0.5, "sending_s": 0.4, "num_buckets": 250}),
         (FIT, {"batch": 8}, BALANCED, None),
         (FIT, {"context": 256}, BALANCED, None),
         (FIT, {"hardware": "another"}, BALANCED, None),
-        (FIT | {"latency_s": 0.5}, {"batch": 8}, {"says": "send one bucket"}, None),
+        (FIT | {"latency_s": 0.5}, {"batch": 8}, {"num_buckets": 0.894}, None),
         (FIT | {"latency_s": 0.0}, {}, EXAMPLE, None),
         (SLOPELESS, {}, EXAMPLE, None),
     ],
@@ -171,17 +197,22 @@ def test_the_equation_is_filled_with_what_belongs_together(
     fit: dict[str, float], without: Any, balanced: Any, measured: Any
 ) -> None:
     records = [_prediction(25.0, fit, **LAB), _step("none", exposed=0.0, **{**LAB, **without})]
-    expected = {"best_bucket_balanced": balanced, "best_bucket_measured": measured}
-    expected |= {"overhead_equation": {"says": "s/(n w) + n o"}}
-    blocks = check(answers.calculate_overhead, records, expected)
+    expected = {"overhead": balanced, "best_bucket_measured": measured}
+    blocks = check(calculated.overhead, records, expected)
+    assert "s/(n w) + n o" in blocks[0].findings[0].text
     assert ("an example" in blocks[0].heading) == (balanced is EXAMPLE)
 
 
 def test_each_device_has_a_block_with_its_picture() -> None:
-    blocks = NAIVE(Evidence.of([_naive(), _naive(**GPU)]))
+    naive, flat, overlap = (question_of(finds).answer for finds in (NAIVE, FLAT, OVERLAP))
+    blocks = naive(Evidence.of([_naive(), _naive(**GPU)]))
     assert [each.heading for each in blocks] == ["a processor, one host", "h100-sxm, one host"]
-    blocks += FLAT(Evidence.of(_flat(1.0, 0.1))) + OVERLAP(Evidence.of(_buckets(1.1)))
+    blocks += flat(Evidence.of(_flat(1.0, 0.1))) + overlap(Evidence.of(_buckets(1.1)))
     pictures = [picture for each in blocks for picture in each.pictures]
-    names = [f"{name}-strategies" for name in ("naive-0", "naive-1", "flat-0")]
-    assert [picture.name for picture in pictures] == [*names, "strategies-0", "bucket-size-0"]
+    assert [picture.name.split("-cost-")[-1] for picture in pictures[:3]] == [
+        *("0-strategies", "1-strategies", "0-strategies")
+    ]
+    names = [picture.name.rpartition("buckets-")[2] for picture in pictures[3:]]
+    assert names == ["0-strategies", "0-bucket-size"]
+    assert len({picture.name for picture in pictures}) == len(pictures)
     assert all(b"</svg>" in picture.svg for picture in pictures)

@@ -18,9 +18,8 @@ from paceline.cli.bench import BenchCommand
 from paceline.cli.main import parse
 from paceline.core import BatchShape, model_preset
 from paceline.core.units import GB
-from paceline.course.deliverables import DELIVERABLES
-from paceline.course.suite.presets import suite_cases
-from paceline.course.suite.scales import find_scale
+from paceline.course.presets import find_scale, suite_cases
+from paceline.course.questions import QUESTIONS
 
 PRESETS: Any = list(itertools.product(("laptop", "2gpu", "8gpu"), (False, True)))
 RATES = {"200mbit": 2e8, "1gbit": 1e9, "2gbit": 2e9}
@@ -78,8 +77,8 @@ def test_every_command_leaves_the_records_that_it_is_known_by(preset: Any, quick
         links = {"num_hosts": 2, "link_rate_bits_per_s": RATES[case.rate]}
         assert all(links.items() <= expected.items() for expected in case.expected)
     measured = {(name, case.kind) for case in cases for name in case.deliverables}
-    parts = {(each.name, part.kind) for each in DELIVERABLES for part in each.parts if part.kind}
-    assert measured >= parts
+    asked = {(question.deliverable, question.kind) for question in QUESTIONS if question.kind}
+    assert measured >= asked
 
 
 def test_gpus_hold_what_they_compare_and_a_quick_laptop_takes_a_quarter_of_an_hour() -> None:

@@ -1,17 +1,17 @@
-"""Tests of findings about traced steps and their memory, for each run and machine."""
+"""Tests of the numbers of traced steps and their memory, for each run and machine."""
 
 from typing import Any
 
 import msgspec
 import pytest
 
-from paceline.course.answers import profile as answers
+from paceline.course import calculated, steps
 from paceline.records import Metric, Record, find_kind
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.groups import Evidence
 from paceline.reports.evidence.profile_runs import subject_of
 from tests.unit import record_factory
-from tests.unit.course.report_cases import check, make_record
+from tests.unit.course.report_cases import check, make_record, question_of
 from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges, profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -40,41 +40,63 @@ FUSED = _forward(("matmul", "aten::mm", 0.6, 15, 1e9), ("attention", "aten::sdpa
 GPU = profile(KERNELS, expected={"forward": 2e9})
 INSIDE = profile(FUSED, expected={"forward": 2e9})
 UNKNOWN = profile(_forward(("other", "kernel", 0.5, 1, 0)), expected={"forward": 2e9})
-IN = "longest_operator_in_"
-FLOPS, COUNT, SOFTMAX = "matmul_flops", "weight_matmul_count", "softmax_to_matmuls"
+LONGEST, SOFTMAX, TRACE = "longest_operator", "softmax_to_matmuls", "trace_against_expectation"
+OPERATORS, MEMORY = steps.longest_operator, steps.peak_memory
 
 
 @pytest.mark.parametrize(
-    ("records", "expected"),
+    ("records", "name", "expected"),
     [
-        (COUNTED, {FLOPS: {"traced_flops": 6e9, "expected_flops": 6e9, "says": "within 10%"}}),
-        (COUNTED, {COUNT: {"num_matmuls": 15, "expected_num_matmuls": 15}}),
-        (COUNTED, {f"{IN}forward": {"own_time_s": 0.6, "share": 0.6, "num_calls": 15}}),
-        (COUNTED, {f"{IN}backward": {"own_time_s": 1.2, "total_s": 2.0, "matmul_share": 0.6}}),
-        (COUNTED, {f"{IN}optimizer": {"matmul_share": 0, "says": "elementwise 100%"}}),
-        (COUNTED, {f"{IN}whole_step": {"total_s": 4.0, "matmul_share": 0.45}}),
-        (WRONG, {FLOPS: {"says": "less (-50%)"}, COUNT: {"expected_num_matmuls": 22}}),
-        (GPU, {f"{IN}forward": {"num_calls": 31, "matmul_share": 0.6, "says": "sgemm_128x64"}}),
-        (GPU, {FLOPS: None, COUNT: None, f"{IN}whole_step": None}),
-        (INSIDE, {f"{IN}forward": {"says": "60%, attention 40%"}, FLOPS: None}),
-        (UNKNOWN, {f"{IN}forward": {"matmul_share": 0}, FLOPS: None}),
-        (_attention(0.1, 0.1), {SOFTMAX: {"time_ratio": 0.5, "says": ["25.6 times", "Fuse"]}}),
-        (_attention(0.1 / 25.6, 0.1), {SOFTMAX: {"operation_ratio": 1, "remedy": ""}}),
-        (_attention(0.1, 0.1, head_dim=None), {SOFTMAX: None}),
-        (_attention(0.1, 0.0), {SOFTMAX: None}),
+        (COUNTED, TRACE, {"num_matmuls": 15, "expected_num_matmuls": 15}),
+        (COUNTED, LONGEST, {"own_time_s": 0.6, "share": 0.6, "num_calls": 15, "says": "Forward"}),
+        (COUNTED, LONGEST, {"own_time_s": 1.2, "total_s": 2.0, "matmul_share": 0.6}),
+        (COUNTED, LONGEST, {"matmul_share": 0, "other_share": 1, "says": "Optimizer takes"}),
+        (COUNTED, LONGEST, {"total_s": 4.0, "matmul_share": 0.45, "says": "Whole step takes"}),
+        (WRONG, TRACE, {"num_matmuls": 15, "expected_num_matmuls": 22}),
+        (GPU, LONGEST, {"num_calls": 31, "matmul_share": 0.6, "says": "sgemm_128x64"}),
+        (GPU, TRACE, {"num_matmuls": None}),
+        (INSIDE, LONGEST, {"matmul_share": 0.6, "other_share": 0.4, "says": "attention 40%"}),
+        (UNKNOWN, LONGEST, {"matmul_share": 0, "says": "Forward takes 500 ms"}),
+        (_attention(0.1, 0.1), SOFTMAX, {"time_ratio": 0.5, "operation_ratio": 25.6}),
+        (_attention(0.1 / 25.6, 0.1), SOFTMAX, {"softmax_s": 0.1 / 25.6, "operation_ratio": 1}),
+        (_attention(0.1, 0.1), SOFTMAX, {"matmul_s": 0.2, "matmul_operations": 256}),
+        (_attention(0.1, 0.1, head_dim=None), SOFTMAX, None),
+        (_attention(0.1, 0.0), SOFTMAX, None),
     ],
 )
-def test_operators(records: list[Record], expected: Any) -> None:
-    (block,) = check(answers.answer_profile, records, expected)
-    captions = " ".join(table.caption for table in block.tables)
-    assert ("FLOPs" in captions) == any(each.name == FLOPS for each in block.findings)
+def test_operators(records: list[Record], name: str, expected: Any) -> None:
+    check(OPERATORS, records, {name: expected})
 
 
 @pytest.mark.parametrize(
-    ("seconds", "case", "expected"),
+    ("records", "counts"),
     [
-        (0.95, {}, {"traced_step_time_s": 1, "step_time_s": 0.95, "says": "within 10% (+5%)."}),
-        (0.5, {}, {"says": ["more (+100%)", "times from the stopwatch"]}),
+        (COUNTED, [("2 G", "2 G", "1.0000"), ("4 G", "4 G", "1.0000")]),
+        (WRONG, [("2 G", "4 G", "0.5000")]),
+        (GPU, []),
+        (INSIDE, []),
+        (UNKNOWN, []),
+    ],
+)
+def test_matmul_flops_stand_beside_those_of_the_formula(
+    records: list[Record], counts: list[tuple[str, ...]]
+) -> None:
+    (block,) = question_of(OPERATORS).answer(Evidence.of(records))
+    tables = [table for table in block.tables if "FLOPs" in table.caption]
+    assert [row[2:] for table in tables for row in table.rows] == counts
+    assert len(tables) == bool(counts)
+
+
+def test_a_forward_pass_has_no_other_phase() -> None:
+    (block,) = question_of(OPERATORS).answer(Evidence.of(GPU))
+    assert [finding.name for finding in block.findings] == [LONGEST, TRACE]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "case", "step_time_s"),
+    [
+        (0.95, {}, 0.95),
+        (0.5, {}, 0.5),
         (0.0, {}, None),
         (None, {}, None),
         (0.95, {"environment": SERVER}, None),
@@ -84,13 +106,15 @@ def test_operators(records: list[Record], expected: Any) -> None:
         (0.95, {"compile": "whole"}, None),
     ],
 )
-def test_a_trace_is_laid_beside_the_same_step_only(seconds: Any, case: Any, expected: Any) -> None:
+def test_a_trace_is_laid_beside_the_same_step_only(
+    seconds: Any, case: Any, step_time_s: float | None
+) -> None:
     assert find_kind("step").join_key == find_kind("memory_timeline").join_key
     metrics = {} if seconds is None else {"step_time_s": Metric(value=seconds)}
     case = {**MODEL, "phase": "forward", "environment": LAPTOP, **case}
     stopwatch = record_factory.step_record(**case)
     records = [*profile({"forward": FORWARD}), msgspec.structs.replace(stopwatch, metrics=metrics)]
-    check(answers.answer_profile, records, {"trace_to_stopwatch": expected})
+    check(OPERATORS, records, {TRACE: {"traced_step_time_s": 1, "step_time_s": step_time_s}})
 
 
 OLD = _forward(("matmul", "aten::old", 0.6, 1, 0), ("copy", "aten::mul", 0.4, 1, 0))
@@ -108,18 +132,18 @@ def test_two_runs_on_one_machine_are_not_mixed() -> None:
             (Evidence.of(ordered), last),
             (Evidence(records=ordered), "aten::new"),
         ):
-            (block,) = answers.answer_profile(evidence)
+            (block,) = question_of(OPERATORS).answer(evidence)
             assert _operators(block) == {kept}
 
 
 def test_two_machines_are_not_mixed_and_what_is_no_profile_of_a_step_is_left_out() -> None:
-    check(answers.answer_profile, record_factory.operator_rows(OLD, "trace.json", LAPTOP), {})
+    check(OPERATORS, record_factory.operator_rows(OLD, "trace.json", LAPTOP), {})
     records = [*profile(OLD), *profile(NEW, machine="server", time=LATE)]
-    blocks = answers.answer_profile(Evidence(records=tuple(records)))
+    blocks = question_of(OPERATORS).answer(Evidence(records=tuple(records)))
     assert [block.heading.rpartition("; ")[2] for block in blocks] == ["laptop", "server"]
     assert [_operators(block) for block in blocks] == [{"aten::old"}, {"aten::new"}]
     assert [len(block.environments) for block in blocks] == [1, 1]
-    kept = [_operators(block) for block in answers.answer_profile(Evidence.of(records))]
+    kept = [_operators(block) for block in question_of(OPERATORS).answer(Evidence.of(records))]
     assert kept[-1] == {"aten::new"}
     assert all(each in ({"aten::old"}, {"aten::new"}) for each in kept)
 
@@ -156,8 +180,7 @@ SHORTER = [*_memory(**STATES, temporary=9), *_memory(**LONG, **STATES, temporary
 LOWER = [*_memory(**STATES, activations=90, temporary=20), *_memory(**HALF, **LONG, **STATES)]
 LOWER += _memory(**HALF, **STATES, activations=85)
 PHASES = [*_memory(phase="forward", other=30, **STATES), *_memory(**STATES)]
-PEAK, CONTEXT, PRECISION = "train_peak", "train_peak_by_context", "train_peak_in_bfloat16"
-LARGEST, SERVED = "largest_allocation", (1, MIB, SERVER)
+PEAK, LARGEST, SERVED = "peak_memory", "largest_allocation", (1, MIB, SERVER)
 PLACE = "aten::op2 at layers.py (category: temporary)."
 LATER = (3, MIB, record_factory.profile_environment(time=LATE))
 
@@ -166,14 +189,13 @@ LATER = (3, MIB, record_factory.profile_environment(time=LATE))
     ("records", "name", "mebibytes", "says"),
     [
         (LONGER, PEAK, {"peak": 110, "part": 80}, ["at context 512 in float32", "(73%)"]),
-        (LONGER, CONTEXT, {"first_peak": 70, "last_peak": 110}, "more (+57%)"),
-        (LONGER, CONTEXT, {"first_part": 40, "last_part": 80}, ": activations,"),
-        (SHORTER, CONTEXT, {"last_part": 1}, ["less (-21%)", ": temporary,"]),
-        (LOWER, PRECISION, {"first_peak": 140, "last_peak": 115}, "less (-18%)"),
-        (LOWER, PRECISION, {"first_part": 20}, "largest change: temporary"),
-        (LOWER, CONTEXT, None, ""),
-        (PHASES, "forward_peak", {"peak": 60, "part": 30}, "other"),
-        (PHASES, PEAK, {"peak": 30, "part": 20}, "optimizer state"),
+        (LONGER, PEAK, {"base_peak": 70, "peak": 110}, "at context 256 in float32 it is"),
+        (LONGER, PEAK, {"base_changed": 40, "changed": 80}, "difference is activations"),
+        (SHORTER, PEAK, {"base_peak": 39, "peak": 31, "changed": 1}, "is temporary"),
+        (LOWER, PEAK, {"base_peak": 140, "peak": 115}, "at context 256 in bfloat16"),
+        (LOWER, PEAK, {"base_changed": 20, "changed": 0}, "difference is temporary"),
+        (PHASES, PEAK, {"peak": 60, "part": 30}, ["of forward", "are other"]),
+        (PHASES, PEAK, {"peak": 30, "part": 20}, ["of train", "are optimizer state"]),
         (_memory(), PEAK, None, ""),
         # Only allocations of the same run are used.
         (_allocations(SERVED), LARGEST, None, ""),
@@ -187,13 +209,27 @@ LATER = (3, MIB, record_factory.profile_environment(time=LATE))
 def test_memory(records: list[Record], name: str, mebibytes: Any, says: Any) -> None:
     sizes = {f"{part}_bytes": size * MIB for part, size in (mebibytes or {}).items()}
     expected = None if mebibytes is None else {**sizes, "says": says}
-    check(answers.answer_memory, records, {name: expected})
+    check(MEMORY, records, {name: expected})
+
+
+def test_the_longest_context_and_each_precision_with_its_float32_are_compared() -> None:
+    (block,) = question_of(MEMORY).answer(Evidence.of([*LOWER, *LONGER]))
+    said = [finding.text.split(" is ")[0] for finding in block.findings]
+    assert said == [
+        "Peak memory of train at context 512 in float32",
+        "Peak memory of train at context 256 in bfloat16",
+        "Peak memory of train at context 512 in bfloat16",
+    ]
+    (block,) = question_of(MEMORY).answer(Evidence.of(LOWER))
+    assert ["512" in finding.text for finding in block.findings] == [False, False]
 
 
 def test_the_calculated_model() -> None:
     expected = {
-        "residual_stream": {"first_bytes": 5 * MIB},
-        "peak_by_context": {"first_bytes": 51990 * MIB, "last_bytes": 60110 * MIB},
-        LARGEST: {"scores_bytes": 128 * MIB, "matrix_bytes": 100 * MIB},
+        "residual_bytes": 5 * MIB,
+        "first_bytes": 51990 * MIB,
+        "last_bytes": 60110 * MIB,
+        "scores_bytes": 128 * MIB,
+        "matrix_bytes": 100 * MIB,
     }
-    check(answers.calculate_memory, [], expected)
+    check(calculated.course_model_memory, [], {"course_model_memory": expected})

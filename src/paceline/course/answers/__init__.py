@@ -1,1 +1,0 @@
-"""One module per group of questions. Each turns records into report blocks."""

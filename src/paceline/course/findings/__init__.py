@@ -1,1 +1,0 @@
-"""Findings derived from measurements, one module per topic."""

@@ -1,0 +1,284 @@
+"""Answers from several ranks: all-reduce, data-parallel strategies, sharding."""
+
+from collections.abc import Iterator, Sequence
+
+from paceline.accounting.collectives import bus_factor
+from paceline.core.strategies import StrategyName
+from paceline.core.units import format_decimal
+from paceline.course.answers import Answer, Numbers, Row, measured_answer, numbers_of, row
+from paceline.records import Record, join_key
+from paceline.records.kinds import LINK_SHAPE, MEASURED_LINK_RATE, PREDICTS
+from paceline.records.links import describe_link, find_link
+from paceline.reports.evidence.comparison import compare
+from paceline.reports.evidence.fields import case_number, strategy_text
+from paceline.reports.evidence.groups import Evidence, comparable_groups, includes, varies
+from paceline.reports.evidence.strategies import (
+    EXPOSED,
+    OVER,
+    STRATEGIES,
+    exposed_seconds,
+    has_peers,
+    of_strategies,
+    step_seconds,
+    strategy_groups,
+    strategy_ratio,
+)
+from paceline.reports.tables.table import records_table
+from paceline.reports.tables.with_predictions import with_predictions
+
+BASELINE: StrategyName = "torch_ddp"
+SHARDED: StrategyName = "sharded_optimizer"
+_SAME_SIZE = 0.01
+"""Relative tolerance for the sizes of a fit, which are rounded to whole elements per rank."""
+_FITTED = ("device", "hardware", "num_hosts", "backend", "dtype", *LINK_SHAPE)
+"""Case fields that a fit shares with the records it was fitted to."""
+_CLOSE = 0.1
+"""Relative error up to which a prediction of exposed communication counts as close."""
+_PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
+
+
+def all_reduce(evidence: Evidence) -> Iterator[Answer]:
+    """Yields the throughput of all-reduce by message size and number of ranks."""
+    found = [each for each in evidence.find("comm", operation="all_reduce") if has_peers(each)]
+    over = ("size_bytes", "world_size", "threads")
+    for group in comparable_groups(found, over, holds=varies("size_bytes")):
+        ordered = sorted(group, key=lambda each: (*_ranks_and_threads(each), _size(each)))
+        ranks = {_ranks_and_threads(record) for record in group}
+        fields = {field: group[0].case.get(field) for field in _FITTED}
+        fits = [
+            record
+            for record in evidence.find("collective_fit", operation="all_reduce", **fields)
+            if record.metrics and _ranks_and_threads(record) in ranks
+        ]
+        tables = [records_table(each) for each in (ordered, fits) if each]
+        rows = _all_reduce_rows(ordered, fits)
+        yield measured_answer(ordered, rows, ["communication"], tables)
+
+
+def _all_reduce_rows(records: Sequence[Record], fits: Sequence[Record]) -> Iterator[Row]:
+    """Yields the smallest and the largest message of every number of ranks and threads."""
+    curves: dict[tuple[float, float], list[Record]] = {}
+    for record in records:
+        if record.metrics:
+            curves.setdefault(_ranks_and_threads(record), []).append(record)
+    for curve in curves.values():
+        small, large = curve[0], curve[-1]
+        small_text, small_s = format_decimal(_size(small), "B"), small.metrics["time_s"].value
+        yield row(
+            "all_reduce",
+            numbers_of(small, "small_"),
+            numbers_of(large),
+            _link_numbers(large, _size(large), large.metrics["time_s"].value),
+            small=small_text,
+            large=format_decimal(_size(large), "B"),
+            num_processors=large.environment.num_processors,
+        )
+        for fit in [each for each in fits if _covers(each, small)][-1:]:
+            yield row(
+                "call_latency",
+                numbers_of(fit),
+                error_share=fit.metrics["max_relative_error"].value,
+                latency_share=min(1.0, fit.metrics["latency_s"].value / small_s),
+                small=small_text,
+            )
+
+
+def _covers(fit: Record, record: Record) -> bool:
+    size = _size(record)
+    return (
+        _ranks_and_threads(fit) == _ranks_and_threads(record)
+        and case_number(fit, "smallest_bytes") <= size * (1 + _SAME_SIZE)
+        and case_number(fit, "largest_bytes") >= size * (1 - _SAME_SIZE)
+    )
+
+
+def _ranks_and_threads(record: Record) -> tuple[float, float]:
+    return case_number(record, "world_size"), case_number(record, "threads")
+
+
+def _size(record: Record) -> float:
+    return case_number(record, "size_bytes")
+
+
+def _link_numbers(record: Record, num_bytes: float, seconds: float) -> Numbers:
+    """Returns the bus bandwidth of all-reducing `num_bytes` in `seconds` beside the link's rate.
+
+    Loopback has no rate: its bandwidth is that of copying and adding.
+    """
+    factor = float(bus_factor("all_reduce", case_number(record, "world_size")))
+    bus = factor * num_bytes / seconds if seconds > 0 else None
+    link = find_link(record.case)
+    return {
+        "bus_bytes_per_s": bus,
+        "link": describe_link(record.case),
+        "link_bytes_per_s": link and link.bytes_per_s,
+        "link_share": bus / link.bytes_per_s if bus and link else None,
+    }
+
+
+def exposed_communication(evidence: Evidence) -> Iterator[Answer]:
+    """Yields the cost of one all-reduce per parameter."""
+    for group in strategy_groups(evidence, "naive"):
+        shown = of_strategies(group, "none", "naive")
+        (record,) = of_strategies(group, "naive")
+        exposed_s, gradient_bytes = exposed_seconds(record), record.metrics["gradient_bytes"].value
+        rows = [
+            row(
+                "exposed_communication",
+                numbers_of(record),
+                _link_numbers(record, gradient_bytes, exposed_s),
+                exposed_share=exposed_s / step_seconds(record),
+            ),
+            *(_against(record, rival) for rival in of_strategies(group, "none")),
+        ]
+        yield measured_answer(shown, rows, ["strategies"])
+
+
+def _against(record: Record, rival: Record) -> Row:
+    """Returns how two strategies differ: in exposed communication, and in the rest of the step."""
+    longer_s = step_seconds(record) - step_seconds(rival)
+    return row(
+        "step_against",
+        numbers_of(record),
+        numbers_of(rival, "rival_"),
+        ratio=strategy_ratio(record, rival),
+        slowdown_s=longer_s - (exposed_seconds(record) - exposed_seconds(rival)),
+    )
+
+
+def flat_step(evidence: Evidence) -> Iterator[Answer]:
+    """Yields the gain of one all-reduce for all gradients over one per parameter."""
+    for group in strategy_groups(evidence, "naive", "flat"):
+        shown = several, one = of_strategies(group, "naive", "flat")
+        numbers = row(
+            "flat_step",
+            numbers_of(several, "naive_"),
+            numbers_of(one),
+            ratio=strategy_ratio(one, several),
+            exposed_ratio=strategy_ratio(one, several, EXPOSED),
+        )
+        yield measured_answer(shown, [numbers], ["strategies"])
+
+
+def best_bucket(evidence: Evidence) -> Iterator[Answer]:
+    """Yields the gain of overlapping communication with backward, per parameter and per bucket."""
+    for group in strategy_groups(evidence, "bucketed"):
+        shown = of_strategies(group, *STRATEGIES)
+        predictions = _predictions(evidence, group[0])
+        sizes = {record.case["bucket_size_mb"] for record in shown} - {None, "auto"}
+        plots = {"strategies": shown}
+        if len(sizes) > 1:
+            plots["bucket-size"] = [*shown, *predictions]
+        yield measured_answer(shown, _overlap_rows(shown, predictions), plots)
+
+
+def _predictions(evidence: Evidence, step: Record) -> list[Record]:
+    """Returns predictions for the same step with any strategy and bucket size."""
+    return [
+        record
+        for record in evidence.predictions("ddp")
+        if EXPOSED in record.metrics
+        and all(
+            value == step.case.get(field)
+            for field, value in record.case.items()
+            if field not in (*OVER, PREDICTS, MEASURED_LINK_RATE)
+        )
+    ]
+
+
+def _overlap_rows(records: Sequence[Record], predictions: Sequence[Record]) -> Iterator[Row]:
+    """Yields the fastest bucket size beside all others, and the worst of their predictions."""
+    buckets = of_strategies(records, "bucketed")
+    best = min(buckets, key=step_seconds)
+    yield row("best_bucket", numbers_of(best), num_sizes=len(buckets))
+    for strategy in STRATEGIES:
+        rivals = [each for each in of_strategies(records, strategy) if each is not best]
+        yield from (_against(best, rival) for rival in sorted(rivals, key=step_seconds)[:1])
+    predicted = {join_key(record): exposed_seconds(record) for record in predictions}
+    known = [record for record in buckets if join_key(record) in predicted]
+    errors = [abs(predicted[join_key(each)] - exposed_seconds(each)) for each in known]
+    judged = list(zip(errors, known, strict=True))
+    for worst_s, worst in sorted(judged, key=lambda pair: pair[0])[-1:]:
+        yield row(
+            "prediction_error",
+            numbers_of(worst),
+            num_sizes=len(known),
+            num_close=sum(error <= _CLOSE * exposed_seconds(each) for error, each in judged),
+            close_share=_CLOSE,
+            predicted_s=predicted[join_key(worst)],
+            error_share=worst_s / step_seconds(worst),
+        )
+
+
+def overlap_in_trace(evidence: Evidence) -> Iterator[Answer]:
+    """Yields timelines of one step of each strategy on a common time axis."""
+    found = [record for record in evidence.find("timeline") if has_peers(record)]
+    for group in comparable_groups(found, (*OVER, "rank")):
+        measured = [record for record in group if record.metrics]
+        # On other ranks, messages appear longer: they include the wait for the slowest rank.
+        by_wait = sorted(measured, key=exposed_seconds, reverse=True)
+        waits_least = {strategy_text(record): record for record in by_wait}.values()
+        drawn = [*measured, *evidence.predictions_for("timeline", measured)]
+        known = [each for each in waits_least if "overlapped_communication_s" in each.metrics]
+        rows = [_trace_row(record) for record in known]
+        yield measured_answer(measured, rows, {"timelines": drawn})
+
+
+def _trace_row(record: Record) -> Row:
+    overlapped_s = record.metrics["overlapped_communication_s"].value
+    total_s = overlapped_s + exposed_seconds(record)
+    share = overlapped_s / total_s if total_s else 0.0
+    return row("overlap_in_trace", numbers_of(record), total_s=total_s, overlapped_share=share)
+
+
+def sharded_memory(evidence: Evidence) -> Iterator[Answer]:
+    """Yields the memory of each way to shard at each instant, and the largest part of it."""
+    found = evidence.find("optimizer")
+    for group in comparable_groups(found, OVER, holds=includes("strategy", BASELINE)):
+        predictions = evidence.predictions_for("optimizer", group)
+        joined = with_predictions(group, predictions)
+        measured = [record for record in joined if record.metrics]
+        baseline = _find_baseline(measured)
+        sharded = [record for record in measured if record is not baseline]
+        rows = [_memory_row(record, baseline) for record in sharded or measured]
+        tables = [records_table(joined), records_table(joined, "memory")]
+        drawn = {"optimizer-memory": [*measured, *predictions]}
+        yield measured_answer(group, rows, drawn, tables)
+
+
+def _memory_row(record: Record, baseline: Record) -> Row:
+    parts = {name: record.metrics[f"before_step_{name}_bytes"].value for name in _PARTS}
+    largest = max(parts, key=lambda name: parts[name])
+    peak, before = (each.metrics["peak_before_step_bytes"].value for each in (record, baseline))
+    return row(
+        "sharded_memory",
+        numbers_of(record),
+        numbers_of(baseline, "unsharded_"),
+        peak_share=peak / before,
+        largest=largest.replace("_", " "),
+        largest_bytes=parts[largest],
+    )
+
+
+def _find_baseline(records: Sequence[Record]) -> Record:
+    return next(record for record in records if record.case["strategy"] == BASELINE)
+
+
+def step_against_unsharded(evidence: Evidence) -> Iterator[Answer]:
+    """Yields the effect of sharding on step time."""
+    found = [each for each in evidence.find("optimizer") if each.metrics and has_peers(each)]
+    for group in comparable_groups(found, OVER, holds=includes("strategy", BASELINE, SHARDED)):
+        baseline = _find_baseline(group)
+        rows = [_time_row(record, baseline) for record in group if record is not baseline]
+        yield measured_answer(group, rows)
+
+
+def _time_row(record: Record, baseline: Record) -> Row:
+    after, before = record.metrics, baseline.metrics
+    return row(
+        "step_against_unsharded",
+        numbers_of(record),
+        numbers_of(baseline, "unsharded_"),
+        step_ratio=compare(after["step_time_s"], before["step_time_s"]),
+        optimizer_ratio=compare(after["optimizer_time_s"], before["optimizer_time_s"]),
+    )

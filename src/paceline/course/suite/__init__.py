@@ -1,1 +1,0 @@
-"""The benchmark suites behind the report: cases by preset."""
