@@ -31,17 +31,15 @@ from paceline.planner.goodput.simulate import GOODPUT, REPLAY
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.evidence.training_run import read_run
-from paceline.reports.plots.diagrams.attention import plot_tiles
-from paceline.reports.plots.diagrams.overlap import plot_designs
-from paceline.reports.plots.document_lengths import plot_document_lengths
+from paceline.reports.plots.attention import plot_tiles
+from paceline.reports.plots.dataset import plot_document_lengths
 from paceline.reports.plots.registry import draw
-from paceline.reports.plots.reliability.chaos import plot_chaos
-from paceline.reports.plots.runs.losses import plot_losses
-from paceline.reports.plots.runs.speed import plot_phases
+from paceline.reports.plots.reliability import plot_chaos
+from paceline.reports.plots.strategies import plot_designs
 from paceline.reports.plots.style import dark, save_figure
-from paceline.reports.tables.attention import implementations_table, kernels_table
-from paceline.reports.tables.chaos import chaos_table
-from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
+from paceline.reports.plots.training_run import plot_losses, plot_phases
+from paceline.reports.tables.measurements import implementations_table, kernels_table
+from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
@@ -49,8 +47,13 @@ from paceline.reports.tables.profile import (
     operator_table,
     work_table,
 )
+from paceline.reports.tables.reliability import (
+    chaos_table,
+    gains_table,
+    goodput_table,
+    replay_table,
+)
 from paceline.reports.tables.table import Table, View, records_table, render_markdown
-from paceline.reports.tables.with_predictions import with_predictions
 from paceline.training.panel import Progress, RunPanel
 from paceline.workflows.demo import draw_demo
 

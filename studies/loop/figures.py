@@ -13,9 +13,9 @@ import msgspec
 
 from paceline.predict.history import HistoryEntry, coverage
 from paceline.records import RecordStore
-from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
+from paceline.reports.plots.scaling_laws import plot_errors, plot_target
 from paceline.reports.plots.style import dark
-from paceline.reports.tables.planning.forecasts import WRITTEN, coverage_table, outcome_table
+from paceline.reports.tables.predictions import WRITTEN, coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.scaling.candidates import learn_from
 from paceline.workflows.loop.choose import fit_sweep

@@ -18,7 +18,7 @@ from paceline.predict.backtest import (
 )
 from paceline.records import Record, join_key
 from paceline.records.kinds import LINK_RATE, PREDICTION
-from paceline.reports.plots.backtest import plot_backtest
+from paceline.reports.plots.planning import plot_backtest
 from paceline.reports.tables.table import Table
 from studies.harness.docs import publish, read
 

@@ -15,9 +15,8 @@ from paceline.predict.backtest import (
     predict_others,
 )
 from paceline.records import Record, RecordStore
-from paceline.reports.plots.backtest import plot_backtest
-from paceline.reports.plots.planning.search import FrontMark, plot_front
-from paceline.reports.tables.planning.backtest import backtest_table
+from paceline.reports.plots.planning import FrontMark, plot_backtest, plot_front
+from paceline.reports.tables.predictions import backtest_table
 from paceline.reports.tables.table import Table
 from studies.harness.docs import RESULTS, publish, read
 from studies.planner.accuracy import ablation_table, accuracy_table, plot_validation, regret_table

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.records import Record, RecordStore
-from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS, plot_laws
+from paceline.reports.plots.scaling_laws import SCALING_PLOTS, plot_laws
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.scaling import fit, read_sweep, synthetic_sweep

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from rich.console import Console
 
-from paceline.reports.tables.planning.forecasts import outcome_table
+from paceline.reports.tables.predictions import outcome_table
 from paceline.workflows.demo import read_outcome
 from tests.processes import paceline
 

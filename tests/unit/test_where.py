@@ -24,7 +24,7 @@ GUESSES = {
     "fsdp": "parallel/fsdp/container.py",
     "triton": "kernels/attention/triton/forward.py",
     "backtest": "predict/backtest.py",
-    "html": "reports/document/html.py",
+    "render": "reports/document/render.py",
 }
 
 

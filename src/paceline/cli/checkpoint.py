@@ -38,7 +38,7 @@ class ListCommand:
         if not found:
             sys.stdout.write(f"{self.place}: no checkpoints\n")
             return 0
-        from paceline.reports.tables.checkpoints import checkpoints_table
+        from paceline.reports.tables.training_run import checkpoints_table
 
         stdout_console().print(checkpoints_table(found, self.place))
         return 0

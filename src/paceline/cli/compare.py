@@ -33,7 +33,7 @@ class CompareCommand:
     def run(self) -> int:
         """Prints all changes, the worst first; returns 1 if anything got worse."""
         from paceline.records import RecordStore
-        from paceline.reports.evidence.regression import compare_stores
+        from paceline.reports.evidence.comparison import compare_stores
 
         before, after = (list(RecordStore(path).read()) for path in (self.before, self.after))
         found = compare_stores(before, after, self.tolerance)
@@ -46,7 +46,7 @@ class CompareCommand:
             for change in found.changes:
                 print_json(change)
         else:
-            from paceline.reports.tables.regression import regression_table
+            from paceline.reports.tables.measurements import regression_table
 
             stdout_console().print(regression_table(found, self.tolerance))
         return 1 if found.worse else 0

@@ -140,7 +140,7 @@ class ShowCommand:
             for text in _beginnings(storage, manifest, self.split, self.documents):
                 sys.stdout.write(f"| {text}\n")
         if self.figure is not None:
-            from paceline.reports.plots.document_lengths import plot_document_lengths
+            from paceline.reports.plots.dataset import plot_document_lengths
 
             what = f"{self.place}, {self.split}"
             plot_document_lengths(lengths, what, self.context).savefig(self.figure)
@@ -234,7 +234,7 @@ def manifest_summary(manifest: "DatasetManifest", place: str) -> dict[str, objec
 
 
 def _print_summary(manifest: "DatasetManifest", place: str) -> None:
-    from paceline.reports.tables.dataset import dropped_table, splits_table
+    from paceline.reports.tables.training_run import dropped_table, splits_table
 
     console = stdout_console()
     console.print(splits_table(manifest, place))

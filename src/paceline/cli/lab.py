@@ -92,7 +92,7 @@ class ChaosCommand:
         from paceline.lab.chaos.records import FAULT, RUN, chaos_records
         from paceline.lab.chaos.run import run_chaos
         from paceline.records import capture_environment
-        from paceline.reports.tables.chaos import chaos_table
+        from paceline.reports.tables.reliability import chaos_table
 
         config = self._config()
         outcome = run_chaos(config)
@@ -107,7 +107,7 @@ class ChaosCommand:
             verdict = whole.reason or f"finished; {steps:,.0f} steps audited, nothing wrong"
             console.print(verdict, markup=False)
         if self.figure is not None:
-            from paceline.reports.plots.reliability.chaos import plot_chaos
+            from paceline.reports.plots.reliability import plot_chaos
             from paceline.reports.plots.style import save_as
 
             save_as(plot_chaos(records), self.figure)

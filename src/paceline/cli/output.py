@@ -77,8 +77,8 @@ def print_tables(records: "Sequence[Record]", output: OutputOptions) -> None:
     if output.json:
         return
     from paceline.records.kinds import PREDICTION
+    from paceline.reports.tables.predictions import with_predictions
     from paceline.reports.tables.table import records_table
-    from paceline.reports.tables.with_predictions import with_predictions
 
     for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
         chosen = [record for record in records if record.kind == kind]

@@ -55,8 +55,8 @@ class TableCommand:
         """Prints the table."""
         from paceline.records import RecordStore, latest_per_case
         from paceline.reports.evidence.fields import single_kind
+        from paceline.reports.tables.predictions import with_predictions
         from paceline.reports.tables.table import records_table, render_csv, render_markdown
-        from paceline.reports.tables.with_predictions import with_predictions
 
         records = every = latest_per_case(RecordStore(self.store).read())
         if self.kind is not None:

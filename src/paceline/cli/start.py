@@ -69,7 +69,7 @@ class DemoCommand:
     def run(self) -> int:
         """Runs the demo and prints its results."""
         from paceline.core.processes import termination_as_exit
-        from paceline.reports.tables.planning.forecasts import outcome_table
+        from paceline.reports.tables.predictions import outcome_table
         from paceline.workflows.demo import PROMPT, Demo
 
         if self.out.exists():

@@ -16,12 +16,10 @@ from paceline.core.specs import DType
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.records import CaseValue, Metric, Record
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import draw_picture
+from paceline.reports.document.render import draw_picture
 from paceline.reports.evidence.comparison import Ratio, compare
-from paceline.reports.evidence.fields import strategy_text
-from paceline.reports.evidence.groups import Evidence
-from paceline.reports.evidence.models import model_name
-from paceline.reports.evidence.provenance import describe_environments, describe_topology
+from paceline.reports.evidence.fields import model_name, strategy_text
+from paceline.reports.evidence.groups import Evidence, describe_environments, describe_topology
 from paceline.reports.tables.table import Table, records_table
 
 Numbers: TypeAlias = Mapping[str, CaseValue | Ratio]

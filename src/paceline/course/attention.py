@@ -21,9 +21,13 @@ from paceline.course.answers import (
 from paceline.records import Record
 from paceline.reports.document.model import Block
 from paceline.reports.evidence.fields import case_number, describe_fields, split_fields
-from paceline.reports.evidence.groups import Evidence, comparable_groups, varies
-from paceline.reports.evidence.provenance import describe_environments
-from paceline.reports.tables.attention import implementations_table, kernels_table
+from paceline.reports.evidence.groups import (
+    Evidence,
+    comparable_groups,
+    describe_environments,
+    varies,
+)
+from paceline.reports.tables.measurements import implementations_table, kernels_table
 
 _SIZES = ("head_dim", "context")
 

@@ -24,13 +24,11 @@ from paceline.course.answers import Answer, Row, numbers_of, row
 from paceline.course.parallel import BASELINE, SHARDED
 from paceline.records import Record, join_key
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import picture_of
-from paceline.reports.evidence.groups import Evidence
-from paceline.reports.evidence.provenance import describe_topology
-from paceline.reports.evidence.strategies import OVER, has_peers
-from paceline.reports.plots.diagrams.attention import plot_tiles
-from paceline.reports.plots.diagrams.overlap import plot_designs
-from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS
+from paceline.reports.document.render import picture_of
+from paceline.reports.evidence.groups import OVER, Evidence, describe_topology, has_peers
+from paceline.reports.plots.attention import plot_tiles
+from paceline.reports.plots.scaling_laws import SCALING_PLOTS
+from paceline.reports.plots.strategies import plot_designs
 from paceline.reports.tables.scaling import methods_table, waste_table
 from paceline.reports.tables.table import Table
 from paceline.scaling import decide, diagnose, fit, read_sweep, synthetic_sweep

@@ -11,20 +11,23 @@ from paceline.records.kinds import LINK_SHAPE, MEASURED_LINK_RATE, PREDICTS
 from paceline.records.links import describe_link, find_link
 from paceline.reports.evidence.comparison import compare
 from paceline.reports.evidence.fields import case_number, strategy_text
-from paceline.reports.evidence.groups import Evidence, comparable_groups, includes, varies
-from paceline.reports.evidence.strategies import (
+from paceline.reports.evidence.groups import (
     EXPOSED,
     OVER,
     STRATEGIES,
+    Evidence,
+    comparable_groups,
     exposed_seconds,
     has_peers,
+    includes,
     of_strategies,
     step_seconds,
     strategy_groups,
     strategy_ratio,
+    varies,
 )
+from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.table import records_table
-from paceline.reports.tables.with_predictions import with_predictions
 
 BASELINE: StrategyName = "torch_ddp"
 SHARDED: StrategyName = "sharded_optimizer"

@@ -10,11 +10,9 @@ from paceline.course.questions import DELIVERABLES, QUESTIONS
 from paceline.course.suite import SEPARATOR, is_partial
 from paceline.records import Record
 from paceline.records.kinds import ATTEMPT, PREDICTION
-from paceline.reports.document.html import render_html
-from paceline.reports.document.markdown import write_markdown
 from paceline.reports.document.model import AnsweredPart, Report, Section
-from paceline.reports.evidence.groups import Evidence
-from paceline.reports.evidence.provenance import describe_machines
+from paceline.reports.document.render import render_html, write_markdown
+from paceline.reports.evidence.groups import Evidence, describe_machines
 
 _logger = logging.getLogger(__name__)
 _KEY_FINDINGS = (

@@ -18,25 +18,30 @@ from paceline.course.answers import (
 from paceline.records import CaseValue, Record, find_kind, join_key
 from paceline.records.kinds import MODEL_FIELDS
 from paceline.reports.document.model import Block
-from paceline.reports.document.pictures import picture_of
+from paceline.reports.document.render import picture_of
 from paceline.reports.evidence.comparison import compare
-from paceline.reports.evidence.fields import case_number
-from paceline.reports.evidence.groups import Evidence, comparable_groups, varies
-from paceline.reports.evidence.models import model_key, model_name, num_parameters, shape_of
-from paceline.reports.evidence.profile_runs import (
-    ProfileRun,
-    find_profile_runs,
-    own_time_s,
-    subject_of,
+from paceline.reports.evidence.fields import (
+    case_number,
+    model_key,
+    model_name,
+    num_parameters,
+    shape_of,
 )
-from paceline.reports.evidence.provenance import (
+from paceline.reports.evidence.groups import (
+    Evidence,
+    ProfileRun,
+    comparable_groups,
     describe_environments,
     describe_topology,
+    find_profile_runs,
     machine_of,
+    own_time_s,
     same_run,
+    step_seconds,
+    subject_of,
+    varies,
 )
-from paceline.reports.evidence.strategies import step_seconds
-from paceline.reports.plots.operators import plot_work
+from paceline.reports.plots.step import plot_work
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,

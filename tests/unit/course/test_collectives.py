@@ -8,7 +8,7 @@ import pytest
 from paceline.accounting.collectives import bus_factor
 from paceline.course.parallel import all_reduce
 from paceline.records import Record
-from paceline.reports.plots.collectives import plot_communication
+from paceline.reports.plots.strategies import plot_communication
 from tests.unit.course.report_cases import GPU, UNSHAPED, check, make_record
 from tests.unit.record_factory import ENVIRONMENT
 

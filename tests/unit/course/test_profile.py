@@ -8,8 +8,7 @@ import pytest
 from paceline.course import calculated, steps
 from paceline.records import Metric, Record, find_kind
 from paceline.reports.document.model import Block
-from paceline.reports.evidence.groups import Evidence
-from paceline.reports.evidence.profile_runs import subject_of
+from paceline.reports.evidence.groups import Evidence, subject_of
 from tests.unit import record_factory
 from tests.unit.course.report_cases import check, make_record, question_of
 from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges, profile

@@ -16,9 +16,8 @@ from paceline.course.answers import Answer
 from paceline.course.questions import QUESTIONS
 from paceline.course.report import build_report, write_report
 from paceline.records import Record
-from paceline.reports.document.html import render_html
-from paceline.reports.document.markdown import render_report
 from paceline.reports.document.model import Report
+from paceline.reports.document.render import render_html, render_report
 from paceline.reports.evidence.groups import Evidence
 from tests.unit.course.report_cases import changed, committed_records, make_record
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.records import Metric, Record, RecordStore
-from paceline.reports.evidence.regression import compare_stores
+from paceline.reports.evidence.comparison import compare_stores
 from tests.unit.record_factory import make_record
 
 

@@ -84,7 +84,7 @@ class GoodputCommand:
         from paceline.planner.goodput.options import ASSUMPTIONS, LLAMA3_DEVICE_INTERVAL_H, options
         from paceline.planner.goodput.simulate import option_records
         from paceline.records import capture_environment
-        from paceline.reports.tables.goodput import gains_table, goodput_table
+        from paceline.reports.tables.reliability import gains_table, goodput_table
 
         changes = self._changes()
         chosen = list(
@@ -117,7 +117,7 @@ class GoodputCommand:
             notes = (f"constants: {self.constants}{changed}", *ASSUMPTIONS)
             console.print(gains_table(records, tuple(f"- {note}" for note in notes)))
         if self.figure is not None:
-            from paceline.reports.plots.reliability.goodput import plot_goodput
+            from paceline.reports.plots.reliability import plot_goodput
             from paceline.reports.plots.style import save_as
 
             save_as(plot_goodput(records), self.figure)
@@ -127,7 +127,7 @@ class GoodputCommand:
         from paceline.planner.goodput.options import LLAMA3_EFFECTIVE
         from paceline.planner.goodput.simulate import replay_records
         from paceline.records import capture_environment
-        from paceline.reports.tables.goodput import replay_table
+        from paceline.reports.tables.reliability import replay_table
 
         made = replay_records(capture_environment(), trials=self.trials, seed=self.seed)
         records = list(keep_records(made, self.store, self.output))

@@ -132,7 +132,7 @@ class SearchCommand:
         compared: "list[Comparison]",
         changes: "list[Change]",
     ) -> None:
-        from paceline.reports.tables.planning.search import (
+        from paceline.reports.tables.planning import (
             advice_table,
             comparison_table,
             run_lines,
@@ -183,7 +183,7 @@ class SearchCommand:
 
     def _draw(self, result: "SearchResult", tokens: float | None) -> None:
         from paceline.planner.search.advice import front
-        from paceline.reports.plots.planning.search import front_marks, plot_front
+        from paceline.reports.plots.planning import front_marks, plot_front
         from paceline.reports.plots.style import save_as
 
         with work_progress("searching fewer and more devices"):
@@ -248,7 +248,7 @@ class BudgetCommand:
         if self.output.json:
             self._print_json(found)
         else:
-            from paceline.reports.tables.planning.budget import budget_table
+            from paceline.reports.tables.planning import budget_table
 
             stdout_console().print(
                 budget_table(found, self._model_text(shape), self.cluster.device, (costs.note,))

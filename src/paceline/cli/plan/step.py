@@ -127,7 +127,7 @@ class BacktestCommand:
         if not self.records:
             return self._print_history()
         from paceline.predict.backtest import leave_one_out, predict_others, summarize
-        from paceline.reports.tables.planning.backtest import backtest_table
+        from paceline.reports.tables.predictions import backtest_table
 
         cases = _read_cases(self.records)
         held_out = leave_one_out(cases)
@@ -140,7 +140,7 @@ class BacktestCommand:
         else:
             stdout_console().print(backtest_table(held_out, counted=len(cases)))
         if self.figure is not None:
-            from paceline.reports.plots.backtest import plot_backtest
+            from paceline.reports.plots.planning import plot_backtest
             from paceline.reports.plots.style import save_as
 
             save_as(plot_backtest(held_out, counted=len(cases)), self.figure)
@@ -148,7 +148,7 @@ class BacktestCommand:
 
     def _print_history(self) -> int:
         from paceline.predict.history import coverage, history_path, read_history
-        from paceline.reports.tables.planning.forecasts import coverage_table
+        from paceline.reports.tables.predictions import coverage_table
 
         path = history_path()
         found = coverage(read_history(path))
@@ -199,7 +199,7 @@ class CalibrateRowsCommand:
         from paceline.planner.calibrations.fit import build_calibrations
         from paceline.planner.calibrations.store import write_calibrations
         from paceline.planner.published import published_runs, read_rows
-        from paceline.reports.tables.planning.calibrations import calibrations_table
+        from paceline.reports.tables.planning import calibrations_table
 
         own = predictable(read_rows(self.rows))
         pools: dict[str, list[Case]] = {}

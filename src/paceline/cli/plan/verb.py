@@ -111,7 +111,7 @@ class MemoryCommand:
     def run(self) -> int:
         """Prints and explains the memory of a step, and draws it if requested."""
         from paceline.accounting.memory.step import StepPlan, explain_memory, fit_on_device
-        from paceline.reports.tables.memory_plan import instants_text
+        from paceline.reports.tables.planning import instants_text
 
         model, shape = self.shape.apply(self.model)
         require_context(model, shape, self.context)
@@ -127,7 +127,7 @@ class MemoryCommand:
         device = None if self.device is None else find_device(self.device)
         instants = plan.instants(self.world_size)
         if self.figure is not None:
-            from paceline.reports.plots.memory_plan import plot_memory_plan
+            from paceline.reports.plots.memory import plot_memory_plan
             from paceline.reports.plots.style import save_as
 
             title = f"{model} under {self.strategy}, fullest of {self.world_size} ranks"

@@ -107,7 +107,7 @@ class LoopCommand:
             for entry in outcome.entries:
                 print_json(entry)
         else:
-            from paceline.reports.tables.planning.forecasts import outcome_table
+            from paceline.reports.tables.predictions import outcome_table
 
             caption = f"{self.budget:.3g} FLOPs: predicted and measured"
             stdout_console().print(outcome_table(outcome.entries, caption))
@@ -208,7 +208,7 @@ class LoopCommand:
         return 0
 
     def _plan_on_cluster(self, devices: int) -> int:
-        from paceline.reports.tables.planning.search import advice_table
+        from paceline.reports.tables.planning import advice_table
         from paceline.workflows.loop.on_paper import in_time, plan_on_cluster
         from paceline.workflows.loop.tables import cluster_table
 

@@ -97,7 +97,7 @@ class FitCommand:
                 sys.stdout.write(f"{run_text(decision)}\n")
             _print_findings(findings)
         if self.plots is not None:
-            from paceline.reports.plots.scaling_laws.fitted import SCALING_PLOTS
+            from paceline.reports.plots.scaling_laws import SCALING_PLOTS
             from paceline.reports.plots.style import save_figure
 
             for name, plot in SCALING_PLOTS.items():

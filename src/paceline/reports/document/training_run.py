@@ -3,14 +3,18 @@
 import pathlib
 
 from paceline.core.units import format_decimal, format_seconds
-from paceline.reports.document.html import render_page
 from paceline.reports.document.model import Block, Chapter, Page, Picture
-from paceline.reports.document.pictures import picture_of
-from paceline.reports.evidence.provenance import describe_environment
+from paceline.reports.document.render import picture_of, render_page
+from paceline.reports.evidence.groups import describe_environment
 from paceline.reports.evidence.training_run import TrainingRun, read_run
-from paceline.reports.plots.runs.losses import plot_losses, plot_schedule
-from paceline.reports.plots.runs.memory import plot_memory
-from paceline.reports.plots.runs.speed import plot_phases, plot_step_times, plot_throughput
+from paceline.reports.plots.training_run import (
+    plot_losses,
+    plot_memory,
+    plot_phases,
+    plot_schedule,
+    plot_step_times,
+    plot_throughput,
+)
 from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.training_run import (
     evaluations_table,

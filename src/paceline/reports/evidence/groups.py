@@ -3,17 +3,109 @@
 A store holds measurements from several machines and configurations. Records are comparable if their
 cases differ only in the fields that a question varies. For each place (device, hardware, hosts and
 link rate), the group with the most measured cases answers the question.
+
+The origin of records: the machine, the run of a command, the environment.
+
+Groups profile records by run, since the cases of most of them do not name a machine.
+
+Trace records are stored under a subject, such as ``small, batch 4, context 256, float32, naive
+attention, train``. Two machines, or two runs on one machine, use the same subject, but their
+figures must never share a table. Records are therefore grouped by the machine and time of their
+environment. For each machine, the newest complete run is used: in a store that keeps only the
+newest record of a case, a later run may have replaced part of an earlier one.
+
+Records of data-parallel strategies, and the metrics that they are compared by.
 """
 
+import collections
 import dataclasses
+import datetime
 import pathlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
-from paceline.records import CaseValue, Record, join_key
+from paceline.core.units import format_decimal, format_gibibytes, to_gibibytes
+from paceline.records import CaseValue, Environment, Record, join_key
 from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
 from paceline.records.store import case_key
-from paceline.reports.evidence.provenance import machine_of
+from paceline.reports.evidence.comparison import Ratio, compare
+from paceline.reports.evidence.fields import case_number
+from paceline.traces.records import ALL_OPERATORS
+
+_STAMPING = datetime.timedelta(seconds=2)
+"""Timestamps of records from one run of a command differ by at most this."""
+
+
+def machine_of(record: Record) -> tuple[object, ...]:
+    """Returns a key that identifies the machine of a record."""
+    there = record.environment
+    return (there.processor, there.num_processors, there.memory_bytes, there.devices)
+
+
+def moment_of(record: Record) -> datetime.datetime:
+    """Returns the time at which a record was created."""
+    moment = datetime.datetime.fromisoformat(record.environment.time)
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+
+
+def same_run(first: Record, second: Record) -> bool:
+    """Returns whether two records come from the same run of a command."""
+    apart = abs(moment_of(first) - moment_of(second))
+    return machine_of(first) == machine_of(second) and apart <= _STAMPING
+
+
+def describe_topology(record: Record) -> str:
+    """Returns the hardware and hosts of a case, and the rate of its links if shaped."""
+    case = record.case
+    parts = [str(case.get("hardware", record.environment.processor))]
+    if "num_hosts" in case:
+        hosts = case["num_hosts"]
+        parts.append("one host" if hosts == 1 else f"{hosts} hosts")
+    rate = case.get(LINK_RATE)
+    if isinstance(rate, int | float):
+        parts.append(f"links of {format_decimal(rate, 'bit/s')}")
+    return ", ".join(parts)
+
+
+def describe_machines(records: Sequence[Record]) -> tuple[str, ...]:
+    """Returns one line per machine with its number of records, regardless of software."""
+    counts = collections.Counter(_hardware(record.environment) for record in records)
+    return tuple(f"{machine}: {count} records" for machine, count in counts.items())
+
+
+def describe_environments(records: Sequence[Record]) -> tuple[str, ...]:
+    """Returns one line per environment of the records, with the dates of measurement."""
+    times: dict[str, list[str]] = {}
+    for record in records:
+        times.setdefault(describe_environment(record.environment), []).append(
+            record.environment.time
+        )
+    lines = []
+    for machine, found in times.items():
+        days = sorted({time[:10] for time in found})
+        period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        lines.append(f"{machine}; {period}")
+    return tuple(lines)
+
+
+def describe_environment(environment: Environment) -> str:
+    """Returns the hardware and software of an environment on one line."""
+    packages = (f"{name} {version}" for name, version in environment.packages.items())
+    software = ", ".join((f"Python {environment.python}", *packages))
+    version = f"paceline {environment.paceline}"
+    if environment.commit is not None:
+        changed = ", modified" if environment.modified else ""
+        version += f" at {environment.commit[:10]}{changed}"
+    return "; ".join((_hardware(environment), software, environment.platform, version))
+
+
+def _hardware(environment: Environment) -> str:
+    memory = ""
+    if environment.memory_bytes is not None:
+        memory = f", {format_gibibytes(to_gibibytes(environment.memory_bytes), 1)}"
+    processors = f"{environment.processor} ({environment.num_processors} processors{memory})"
+    return "; ".join((processors, *environment.devices))
+
 
 Predicate: TypeAlias = Callable[[Sequence[Record]], bool]
 """A condition on a group of records."""
@@ -116,3 +208,151 @@ def _weight(group: Sequence[Record]) -> tuple[int, str]:
         sum(bool(record.metrics) for record in group),
         max(record.environment.time for record in group),
     )
+
+
+_NUM_SEPARATORS = 5
+"""Commas between the six parts of a subject: model, batch, context, precision, attention, phase."""
+_PHASES = (", forward", ", train")
+_ROUNDING = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileRun:
+    """The records of one profiled step from one run."""
+
+    subject: str
+    operators: tuple[Record, ...]
+    expected: tuple[Record, ...]
+    """Matmul FLOPs predicted by the formula."""
+    steps: tuple[Record, ...]
+    """Records of whole traced steps."""
+    memory: Record | None
+    """Memory over the step; its case describes model, device and hardware in full."""
+
+    def in_range(self, name: str, *, of_kinds: bool) -> list[Record]:
+        """Returns the kinds of work or the single operators of a range, longest first."""
+        found = [
+            record
+            for record in self.operators
+            if record.case["range"] == name
+            and (record.case["operator"] == ALL_OPERATORS) == of_kinds
+        ]
+        return sorted(found, key=own_time_s, reverse=True)
+
+
+def own_time_s(record: Record) -> float:
+    """Returns the self time of an operator or a kind of work."""
+    return record.metrics["own_time_s"].value
+
+
+def subject_of(record: Record) -> str:
+    """Returns the subject under which the operators and allocations of a step are stored."""
+    case = record.case
+    return (
+        f"{case['model']}, batch {case['batch']}, context {case['context']}, "
+        f"{case['precision']}, {case['attention']} attention, {case['phase']}"
+    )
+
+
+def find_profile_runs(evidence: Evidence) -> list[ProfileRun]:
+    """Returns the newest complete run of every step on every machine."""
+    by_subject: dict[str, list[Record]] = {}
+    for record in evidence.find("operator"):
+        subject = str(record.case["subject"])
+        if subject.endswith(_PHASES) and subject.count(", ") >= _NUM_SEPARATORS:
+            by_subject.setdefault(subject, []).append(record)
+    return [
+        _gather(evidence, subject, operators)
+        for subject, found in by_subject.items()
+        for operators in _newest_whole(found)
+    ]
+
+
+def _gather(evidence: Evidence, subject: str, operators: Sequence[Record]) -> ProfileRun:
+    def of_run(records: Iterable[Record]) -> list[Record]:
+        return [record for record in records if record.metrics and same_run(record, operators[0])]
+
+    memory = of_run(evidence.find("memory_timeline"))
+    memory = [record for record in memory if subject_of(record) == subject]
+    expected = of_run(evidence.predictions("operator"))
+    return ProfileRun(
+        subject=subject,
+        operators=tuple(operators),
+        expected=tuple(record for record in expected if record.case["subject"] == subject),
+        steps=tuple(of_run(evidence.find("trace_step", subject=subject))),
+        memory=memory[-1] if memory else None,
+    )
+
+
+def _newest_whole(records: Sequence[Record]) -> list[list[Record]]:
+    """Returns the newest complete run of each machine."""
+    machines: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        machines.setdefault(machine_of(record), []).append(record)
+    whole = ([run for run in _runs(found) if _is_whole(run)] for found in machines.values())
+    return [runs[0] for runs in whole if runs]
+
+
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """Groups the records of one machine by run, newest first."""
+    runs: list[list[Record]] = []
+    for record in sorted(records, key=moment_of, reverse=True):
+        if not runs or not same_run(runs[-1][0], record):
+            runs.append([])
+        runs[-1].append(record)
+    return runs
+
+
+def _is_whole(operators: Sequence[Record]) -> bool:
+    """Returns whether the shares of the kinds of work add up to 1 in every range."""
+    if not all(record.metrics for record in operators):
+        return False
+    shares = {record.case["range"]: 0.0 for record in operators if own_time_s(record)}
+    for record in operators:
+        if record.case["operator"] == ALL_OPERATORS and record.case["range"] in shares:
+            shares[record.case["range"]] += record.metrics["share"].value
+    return all(abs(share - 1) < _ROUNDING for share in shares.values())
+
+
+STRATEGIES = ("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp")
+"""Strategies in display order."""
+OVER = ("strategy", "bucket_size_mb")
+"""Case fields that distinguish strategies."""
+EXPOSED = "exposed_communication_s"
+_STEP = "step_time_s"
+
+
+def strategy_groups(evidence: Evidence, *needed: str) -> list[list[Record]]:
+    """Returns, for every place, a group of measured strategies that includes all in `needed`."""
+    found = [
+        record
+        for record in evidence.find("ddp", strategy=STRATEGIES, compile="none")
+        if record.metrics and step_seconds(record) > 0 and has_peers(record)
+    ]
+    return comparable_groups(found, OVER, holds=includes("strategy", *needed))
+
+
+def has_peers(record: Record) -> bool:
+    """Returns whether the world size exceeds 1; a single rank sends nothing."""
+    return case_number(record, "world_size") > 1
+
+
+def of_strategies(group: Sequence[Record], *names: str) -> list[Record]:
+    """Returns the records of the named strategies, in the order of `names`."""
+    return [record for name in names for record in group if record.case["strategy"] == name]
+
+
+def step_seconds(record: Record) -> float:
+    """Returns the step time."""
+    return record.metrics[_STEP].value
+
+
+def exposed_seconds(record: Record) -> float:
+    """Returns the exposed communication: the wait for communication after backward."""
+    return record.metrics[EXPOSED].value
+
+
+def strategy_ratio(subject: Record, baseline: Record, metric: str = _STEP) -> Ratio | None:
+    """Compares two strategies; round by round within one run, whose steps are interleaved."""
+    in_turn = same_run(subject, baseline)
+    return compare(subject.metrics[metric], baseline.metrics[metric], in_turn=in_turn)

@@ -8,14 +8,11 @@ from matplotlib.figure import Figure
 from paceline.core.errors import UsageError
 from paceline.records import Record
 from paceline.reports.plots.attention import MEMORY, TIME, plot_attention
-from paceline.reports.plots.collectives import plot_communication
-from paceline.reports.plots.memory_timeline import plot_memory_timeline
-from paceline.reports.plots.optimizer_memory import plot_optimizer_memory
-from paceline.reports.plots.pipeline import plot_pipelines
-from paceline.reports.plots.reliability.goodput import plot_goodput
+from paceline.reports.plots.memory import plot_memory_timeline, plot_optimizer_memory
+from paceline.reports.plots.reliability import plot_goodput
 from paceline.reports.plots.step import plot_step_time, plot_warmup
-from paceline.reports.plots.strategies import plot_bucket_size, plot_strategies
-from paceline.reports.plots.traces import plot_timelines
+from paceline.reports.plots.strategies import plot_bucket_size, plot_communication, plot_strategies
+from paceline.reports.plots.timelines import plot_pipelines, plot_timelines
 
 # Each plot with the kind of record that it draws and the field that must vary, if any.
 PLOTS: dict[str, tuple[str, str | None, Callable[[Sequence[Record]], Figure]]] = {

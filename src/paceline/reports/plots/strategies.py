@@ -1,16 +1,25 @@
-"""Plots of step time by strategy, and of exposed communication by bucket size."""
+"""Plots of step time by strategy, and of exposed communication by bucket size.
+
+Plot of collective throughput by message size, with the line rate.
+
+Diagram of backward and communication on a common time axis.
+"""
 
 import statistics
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from paceline.core.units import MIB
+from paceline.accounting.overlap import simulate_buckets
+from paceline.core.units import GB, MIB
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
+from paceline.records.links import find_link, is_loopback
 from paceline.reports.evidence.fields import case_number, split_fields, split_series, strategy_case
-from paceline.reports.evidence.strategies import EXPOSED
-from paceline.reports.plots.style import COLORS, GRAY, PHASE_COLORS, new_figure
+from paceline.reports.evidence.groups import EXPOSED
+from paceline.reports.plots.style import COLORS, GRAY, PHASE_COLORS, blank_figure, new_figure
 
 _SAMPLES_WITH_QUARTILES = 4
 
@@ -95,3 +104,103 @@ def _distances_to_quartiles(record: Record) -> tuple[float, float]:
         return 0.0, 0.0
     low, median, high = statistics.quantiles(metric.samples, n=4)
     return (median - low) * 1e3, (high - median) * 1e3
+
+
+_ROOM = 2.0
+"""Factor by which the y axis is extended at both ends, so that small differences look small."""
+
+
+def plot_communication(records: Sequence[Record]) -> Figure:
+    """Draws algorithm bandwidth by message size, with the ceiling from the link's line rate."""
+    from paceline.accounting.collectives import bus_factor
+
+    figure, axes = new_figure("Throughput of collectives", records)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    # Plain tick labels, even if all bandwidths lie within one decade.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    has_line_rate = False
+    for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
+        color = COLORS[index % len(COLORS)]
+        sizes = [case_number(record, "size_bytes") for record in chosen]
+        metric = "algorithm_bandwidth_bytes_per_s"
+        bandwidths = [record.metrics[metric].value / GB for record in chosen]
+        axes.plot(sizes, bandwidths, "o-", color=color, label=name, ms=4)
+        case = chosen[0].case
+        link = find_link(case)
+        factor = float(bus_factor(case["operation"], case_number(chosen[0], "world_size")))  # type: ignore[arg-type]
+        has_line_rate = has_line_rate or link is not None
+        # A single rank sends nothing, so no link limits it.
+        if link is not None and factor > 0:
+            ceiling = link.bytes_per_s / factor / GB
+            ends = [sizes[0], sizes[-1]]
+            axes.plot(ends, [ceiling] * 2, "--", color=color, label=f"{name}: line rate")
+    if not has_line_rate:
+        all_loopback = all(is_loopback(record.case) for record in records)
+        reason = "loopback: no line rate" if all_loopback else "no line rate is known"
+        text = f"{reason}, so no theoretical curve"
+        inside = axes.transAxes
+        axes.text(0.02, 0.98, text, transform=inside, va="top", fontsize="small", color=GRAY)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / _ROOM, high * _ROOM)
+    axes.set_xlabel("message size (bytes)")
+    axes.set_ylabel("algorithm bandwidth (GB/s)")
+    # Outside the axes, because curves may lie anywhere inside.
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+    return figure
+
+
+_COMPUTE_COLOR = "#c9d3df"
+_NUM_LAYERS = 8
+# Fixed time per message, and time per layer in it, in units of one layer's backward.
+_MESSAGE_TIME, _LAYER_TIME = 0.8, 0.4
+
+
+def plot_designs() -> Figure:
+    """Draws four strategies for a model of eight equal layers, simulated by the recurrence."""
+    layers = list(range(_NUM_LAYERS, 0, -1))
+    singles = [[layer] for layer in layers]
+    buckets = [[8], [7, 6], [5, 4], [3, 2], [1]]
+    designs = {
+        "naive: one message per parameter, one by one, when backward is over": (singles, False),
+        "flat: one message, when backward is over": ([layers], False),
+        "overlapped: one message per parameter, as soon as it is complete": (singles, True),
+        "bucketed: one message per bucket; the first and the last are small": (buckets, True),
+    }
+    figure = blank_figure("Four ways to average gradients", (8.0, 7.2))
+    panels = figure.subplots(len(designs), sharex=True)
+    for axes, (title, (messages, early)) in zip(panels, designs.items(), strict=True):
+        axes.set_title(title, fontsize="small", loc="left")
+        for start, layer in enumerate(layers):
+            _draw_span(axes, 1.0, start, start + 1, f"layer {layer}", _COMPUTE_COLOR)
+        _draw_messages(axes, messages, early=early)
+        axes.set_yticks([1.0, 0.0], ["backward", "communication"], fontsize="small")
+        axes.set_ylim(-1.15, 1.5)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time, in units of one layer's backward")
+    return figure
+
+
+def _draw_messages(axes: Axes, messages: Sequence[Sequence[int]], *, early: bool) -> None:
+    """Draws the messages and marks the exposed time after the end of backward."""
+    ready = [_NUM_LAYERS + 1 - min(message) if early else _NUM_LAYERS for message in messages]
+    seconds = [_MESSAGE_TIME + _LAYER_TIME * len(message) for message in messages]
+    timeline = simulate_buckets(ready, seconds, _NUM_LAYERS)
+    spans = zip(messages, timeline.start_s, timeline.finish_s, strict=True)
+    for index, (message, start, end) in enumerate(spans):
+        label = str(message[0]) if len(message) == 1 else f"{message[0]}-{message[-1]}"
+        _draw_span(axes, 0.0, start, end, label, COLORS[index % len(COLORS)])
+    end = max(_NUM_LAYERS, *timeline.finish_s)
+    axes.axvline(_NUM_LAYERS, color=GRAY, linestyle=":", linewidth=1)
+    arrow = {"arrowstyle": "<->", "color": GRAY, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (_NUM_LAYERS, -0.62), (end, -0.62), arrowprops=arrow)
+    middle = (_NUM_LAYERS + end) / 2
+    axes.text(middle, -0.68, "exposed", ha="center", va="top", fontsize="x-small")
+
+
+def _draw_span(axes: Axes, lane: float, start: float, end: float, label: str, color: str) -> None:
+    axes.barh(lane, end - start, 0.7, start, color=color, edgecolor="white", linewidth=1)
+    axes.text((start + end) / 2, lane, label, ha="center", va="center", fontsize=7)

@@ -6,8 +6,8 @@ from paceline.core.errors import UsageError
 from paceline.core.units import format_binary_bytes, format_decimal
 from paceline.records import Record, join_key
 from paceline.records.kinds import PREDICTION
+from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.table import Table
-from paceline.reports.tables.with_predictions import with_predictions
 from paceline.traces.records import ALL_OPERATORS
 
 

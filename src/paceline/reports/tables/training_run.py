@@ -1,12 +1,19 @@
-"""Tables of a training run: outcome, time by phase, evaluations, events."""
+"""Tables of a training run: outcome, time by phase, evaluations, events.
+
+Table of the checkpoints of a run.
+
+Tables of a prepared dataset.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 
-from paceline.core.units import format_binary_bytes, format_duration, format_seconds
+from paceline.checkpoint.catalog import CheckpointSummary
+from paceline.core.units import format_binary_bytes, format_count, format_duration, format_seconds
+from paceline.data.manifest import DatasetManifest
 from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.tables.columns import with_interval
-from paceline.reports.tables.table import Table
-from paceline.reports.tables.terminal import NOT_APPLICABLE
+from paceline.reports.tables.table import NOT_APPLICABLE, Table
 from paceline.training.metrics import phase_times, run_metrics
 
 _MOST_ROWS = 40
@@ -103,3 +110,62 @@ def _seconds(time_s: float | None) -> str:
 
 def _caption(what: str, number: int) -> str:
     return what if number <= _MOST_ROWS else f"{what}: the last {_MOST_ROWS} of {number:,}"
+
+
+def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:
+    """Returns a row per checkpoint: size, files, tensors, ranks that saved it, completeness."""
+    return Table(
+        headers=("step", "size", "files", "tensors", "ranks", "state"),
+        rows=tuple(
+            (
+                f"{summary.step:,}",
+                format_binary_bytes(summary.num_bytes),
+                f"{summary.num_files:,}",
+                f"{summary.num_tensors:,}",
+                f"{summary.world_size:,}",
+                summary.problem or "complete",
+            )
+            for summary in found
+        ),
+        caption=f"{place}: {len(found):,} checkpoints",
+    )
+
+
+def splits_table(manifest: DatasetManifest, place: str) -> Table:
+    """Returns a row per split: shards, documents, tokens, size."""
+    vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
+    return Table(
+        headers=("split", "shards", "documents", "tokens", "size"),
+        rows=tuple(
+            (
+                name,
+                f"{manifest.num_shards(name):,}",
+                f"{split.num_documents:,}",
+                f"{split.num_tokens:,}",
+                format_binary_bytes(split.num_tokens * manifest.token_bytes),
+            )
+            for name, split in manifest.splits.items()
+        ),
+        caption=(
+            f"{place}: {len(manifest.sources):,} files, {vocabulary}, "
+            f"{manifest.source_bytes_per_token:.2f} bytes per token, "
+            f"{format_count(manifest.shard_tokens)} tokens per shard"
+        ),
+    )
+
+
+def dropped_table(manifest: DatasetManifest) -> Table:
+    """Returns a row per reason for dropping documents."""
+    return Table(
+        headers=("left out", "documents", "size", "for example"),
+        rows=tuple(
+            (
+                reason,
+                f"{dropped.num_documents:,}",
+                format_binary_bytes(dropped.num_bytes),
+                dropped.examples[0] if dropped.examples else "",
+            )
+            for reason, dropped in manifest.dropped.items()
+        ),
+        caption="Documents that were left out",
+    )

@@ -9,15 +9,12 @@ import msgspec
 from paceline.core.errors import UsageError
 from paceline.core.units import format_duration
 from paceline.predict.history import HistoryEntry, coverage, read_history
-from paceline.reports.document.html import render_page
 from paceline.reports.document.model import Block, Chapter, Page, Picture
-from paceline.reports.document.pictures import picture_of
+from paceline.reports.document.render import picture_of, render_page
 from paceline.reports.evidence.training_run import read_run
-from paceline.reports.plots.runs.losses import plot_losses
-from paceline.reports.plots.runs.speed import plot_step_times
-from paceline.reports.plots.scaling_laws.fitted import plot_profiles
-from paceline.reports.plots.scaling_laws.target import plot_errors, plot_target
-from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
+from paceline.reports.plots.scaling_laws import plot_errors, plot_profiles, plot_target
+from paceline.reports.plots.training_run import plot_losses, plot_step_times
+from paceline.reports.tables.predictions import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.scaling.candidates import learn_from
 from paceline.scaling.fits.all_methods import ScalingFit

@@ -6,7 +6,7 @@ from paceline.planner.goodput.options import CONSTANTS, LLAMA3_EFFECTIVE, Assume
 from paceline.planner.goodput.simulate import option_records, replay_records, simulate
 from paceline.records import Record, capture_environment
 from paceline.reports.plots.registry import draw
-from paceline.reports.tables.goodput import gains_table, goodput_table, replay_table
+from paceline.reports.tables.reliability import gains_table, goodput_table, replay_table
 
 
 def test_the_published_effective_time_is_reached_within_two_points() -> None:

@@ -1,5 +1,5 @@
-from paceline.reports.document.markdown import render_report
 from paceline.reports.document.model import AnsweredPart, Block, Report, Section
+from paceline.reports.document.render import render_report
 from paceline.reports.tables.table import Table
 
 

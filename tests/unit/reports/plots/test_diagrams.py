@@ -4,8 +4,8 @@ import collections
 
 import pytest
 
-from paceline.reports.plots.diagrams.attention import plot_tiles
-from paceline.reports.plots.diagrams.overlap import plot_designs
+from paceline.reports.plots.attention import plot_tiles
+from paceline.reports.plots.strategies import plot_designs
 
 
 def test_tiles_on_the_diagonal_are_masked_and_buckets_sent_when_they_are_complete() -> None:

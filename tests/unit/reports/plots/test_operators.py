@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.axes import Axes
 
-from paceline.reports.plots.operators import plot_work
+from paceline.reports.plots.step import plot_work
 from tests.unit.record_factory import TRAIN, Ranges, operator_rows, profile_environment
 
 

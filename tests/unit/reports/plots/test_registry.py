@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core import UsageError
 from paceline.records import Metric
-from paceline.reports.evidence.strategies import EXPOSED
+from paceline.reports.evidence.groups import EXPOSED
 from paceline.reports.plots.registry import PLOTS, draw, drawable_plots
 from paceline.reports.plots.style import save_figure
 from tests.unit import record_factory

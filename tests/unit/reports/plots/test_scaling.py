@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.reports.document.pictures import picture_of
-from paceline.reports.plots.scaling_laws.fitted import (
+from paceline.reports.document.render import picture_of
+from paceline.reports.plots.scaling_laws import (
     SCALING_PLOTS,
     plot_laws,
     plot_profiles,

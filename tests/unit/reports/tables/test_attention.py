@@ -1,4 +1,4 @@
-from paceline.reports.tables.attention import implementations_table, kernels_table
+from paceline.reports.tables.measurements import implementations_table, kernels_table
 from tests.unit.record_factory import attention_record, kernel_record
 
 

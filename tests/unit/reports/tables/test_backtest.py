@@ -7,9 +7,9 @@ import pytest
 
 from paceline.core.plan import Estimate
 from paceline.predict.backtest import GROUPS, BacktestCase, HeldOutPrediction
-from paceline.reports.plots.backtest import plot_backtest
+from paceline.reports.plots.planning import plot_backtest
 from paceline.reports.plots.style import save_figure
-from paceline.reports.tables.planning.backtest import backtest_table
+from paceline.reports.tables.predictions import backtest_table
 
 STEP = {"model": "small", "batch": "2", "context": "32"}
 

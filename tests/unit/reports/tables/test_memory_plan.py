@@ -8,8 +8,8 @@ import pytest
 from paceline.accounting.memory.step import StepPlan
 from paceline.core import BatchShape, find_device, model_preset
 from paceline.core.strategies import StrategyName
-from paceline.reports.plots.memory_plan import plot_memory_plan
-from paceline.reports.tables.memory_plan import instants_text
+from paceline.reports.plots.memory import plot_memory_plan
+from paceline.reports.tables.planning import instants_text
 
 
 def plan(strategy: StrategyName) -> StepPlan:

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from paceline.core import UsageError
 from paceline.records import Metric, Record
+from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.table import Table, records_table, render_csv, render_markdown
-from paceline.reports.tables.with_predictions import with_predictions
 from tests.unit import record_factory
 from tests.unit.record_factory import MEASURED_MEMORY, attention_record, make_record, step_record
 

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.predict.history import coverage, read_history
-from paceline.reports.tables.planning.forecasts import coverage_table, outcome_table
+from paceline.reports.tables.predictions import coverage_table, outcome_table
 from paceline.reports.tables.table import render_markdown
 from paceline.training.run_directory import RECORD
 from paceline.workflows.loop.directory import PAGE

@@ -1,14 +1,25 @@
-"""Tables of `paceline plan search` and `plan budget`: best layouts, comparisons, advice."""
+"""Tables of `paceline plan search` and `plan budget`: best layouts, comparisons, advice.
 
-from collections.abc import Sequence
+The table of `paceline plan budget`: duration and cost by number of devices.
 
-from paceline.core.units import format_count, format_duration, to_gibibytes
+Table of framework calibrations: achieved shares of peak rates, and held-out errors.
+
+Formats the predicted memory of a training step as text.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paceline.accounting.memory.step import MemoryParts
+from paceline.core.units import format_binary_bytes, format_count, format_duration, to_gibibytes
+from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
-from paceline.planner.search.budget import RunEstimate
+from paceline.planner.search.budget import Budget, BudgetPoint, RunEstimate
 from paceline.planner.search.choice import BOUNDS, Choice
 from paceline.planner.search.search import SearchResult
-from paceline.reports.tables.table import Table
-from paceline.reports.tables.terminal import NOT_APPLICABLE
+from paceline.reports.tables.table import NOT_APPLICABLE, Table
 
 
 def search_table(
@@ -173,3 +184,108 @@ def run_lines(run: RunEstimate) -> tuple[str, ...]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = ()) -> Table:
+    """Returns a row per number of devices; the smallest and the cheapest in time are marked."""
+    has_price = found.points[0].run.cost is not None
+    return Table(
+        headers=(
+            *("devices", "", "days", "90% interval", "goodput", "device-hours"),
+            *(("cost",) if has_price else ()),
+            *("stops", "save every", "spare hosts", "MFU", "layout"),
+        ),
+        rows=tuple(_budget_row(found, point) for point in found.points),
+        caption=(f"{found.tokens:.3g} tokens by day {found.deadline_days:g} on {device}: {model}"),
+        notes=(
+            f"smallest: {found.smallest.devices:,} devices, {found.smallest.run.days:.3g} days; "
+            f"cheapest: {found.cheapest.devices:,} devices, "
+            f"{format_count(round(found.cheapest.run.device_hours))} device-hours.",
+            *notes,
+        ),
+    )
+
+
+def _budget_row(found: Budget, point: BudgetPoint) -> tuple[str, ...]:
+    run, time = point.run, point.choice.step_time_s
+    marks = [
+        name
+        for name, is_it in (
+            ("smallest", point is found.smallest),
+            ("cheapest", point is found.cheapest),
+            ("too late", not point.in_time),
+        )
+        if is_it
+    ]
+    low, high = (
+        run.days if end is None else run.days * end / time.value for end in (time.low, time.high)
+    )
+    return (
+        f"{point.devices:,}",
+        ", ".join(marks),
+        f"{run.days:.3g}",
+        f"{low:.3g} to {high:.3g}",
+        f"{run.goodput:.1%}",
+        format_count(round(run.device_hours)),
+        *(() if run.cost is None else (format_count(round(run.cost)),)),
+        f"{run.interruptions:.0f}",
+        format_duration(run.checkpoint_interval_s),
+        f"{run.spare_hosts}",
+        "" if point.choice.mfu is None else f"{point.choice.mfu:.1%}",
+        point.choice.name,
+    )
+
+
+_NOT_HELD_OUT = "-"
+
+
+def calibrations_table(calibrations: Sequence[FrameworkCalibration]) -> Table:
+    """Returns a row per calibration."""
+    return Table(
+        headers=(
+            *("calibration", "rows", "matmuls (of peak)", "attention (of peak)"),
+            *("memory (of bandwidth)", "held-out error, mean", "largest", "90% interval"),
+        ),
+        rows=tuple(_calibration_row(each) for each in calibrations),
+        caption="Shares of what the vendor states; errors of rows while their model was held out",
+    )
+
+
+def _calibration_row(calibration: FrameworkCalibration) -> tuple[str, ...]:
+    constants = calibration.constants
+    attention = constants.get("attention_share")
+    ratios = np.array([each.log_ratio for each in calibration.residuals])
+    if len(ratios):
+        errors = np.abs(np.exp(-ratios) - 1)
+        half = np.exp(calibration.half_width()) - 1
+        figures = (f"{errors.mean():.1%}", f"{errors.max():.1%}", f"±{half:.1%}")
+    else:
+        figures = (_NOT_HELD_OUT, _NOT_HELD_OUT, "unknown: one model, one number of devices")
+    return (
+        calibration.name,
+        f"{len(calibration.rows)}",
+        f"{constants['matmul_share']:.0%}",
+        "as matmuls" if attention is None else f"{attention:.0%}",
+        f"{constants['memory_share']:.0%}",
+        *figures,
+    )
+
+
+def instants_text(instants: Mapping[str, MemoryParts]) -> str:
+    """Returns memory in use as text, with a row per part and a column per instant."""
+    names = [field.name for field in dataclasses.fields(MemoryParts)]
+    rows = [["", *(instant.replace("_", " ") for instant in instants)]]
+    rows += [
+        [name.replace("_", " "), *(_format(getattr(held, name)) for held in instants.values())]
+        for name in [*names, "total"]
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
+
+
+def _format(num_bytes: int) -> str:
+    return format_binary_bytes(num_bytes) if num_bytes else "-"

@@ -1,11 +1,60 @@
-"""Renders a report as Markdown with SVG files, for a repository or a pull request."""
+"""Renders reports and pages as self-contained HTML, without scripts or external resources.
 
+Pictures are embedded as data, and the inline style is allowed by its hash. All text is escaped. The
+content security policy in the page's head forbids everything else, so that a malicious name in a
+record is harmless even if escaping fails.
+
+Renders a report as Markdown with SVG files, for a repository or a pull request.
+
+Pictures for embedding: self-contained SVG, reproducible byte for byte from the records.
+"""
+
+import base64
+import hashlib
 import html
+import io
 import pathlib
 import re
+from collections.abc import Sequence
+from importlib import resources
 
-from paceline.reports.document.model import AnsweredPart, Block, Report, Section
+import matplotlib
+import msgspec
+from matplotlib.figure import Figure
+
+from paceline.records import Record
+from paceline.reports.document.model import AnsweredPart, Block, Page, Picture, Report, Section
+from paceline.reports.plots.registry import draw
 from paceline.reports.tables.table import Table, render_markdown
+
+
+def render_html(report: Report) -> str:
+    """Renders a report."""
+    return _render("report.html.jinja", report=report)
+
+
+def render_page(page: Page) -> str:
+    """Renders a page about one subject, such as a run."""
+    return _render("page.html.jinja", page=page)
+
+
+def _render(template: str, **document: Page | Report) -> str:
+    import jinja2
+
+    files = resources.files("paceline.reports.document")
+    style = files.joinpath("report.css").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
+    # The content security policy allows the inline style by this hash.
+    style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
+    return environment.get_template(template).render(style=style, style_hash=style_hash, **document)
+
 
 _PICTURES = "figures"
 # Characters that Markdown reads as formatting, links or code. Numbers and prose rarely use them.
@@ -93,3 +142,26 @@ def _text(text: str) -> str:
     """Escapes text for Markdown and for HTML, which Markdown passes through."""
     one_line = " ".join(text.split())
     return html.escape(_SPECIAL.sub(r"\\\1", one_line), quote=False)
+
+
+def draw_picture(plot: str, records: Sequence[Record], name: str, description: str) -> Picture:
+    """Draws one of `paceline.reports.plots.registry.PLOTS`."""
+    return picture_of(draw(plot, [_plain(record) for record in records]), name, description)
+
+
+def picture_of(figure: Figure, name: str, description: str) -> Picture:
+    """Converts a figure to an SVG picture."""
+    output = io.BytesIO()
+    # Without these settings, dates and random identifiers would make every file different.
+    with matplotlib.rc_context({"svg.hashsalt": f"paceline {name}"}):
+        figure.savefig(output, format="svg", metadata={"Date": None})
+    return Picture(name=name, description=description, svg=output.getvalue())
+
+
+def _plain(record: Record) -> Record:
+    """Escapes dollar signs in names, which matplotlib would parse as the start of a formula."""
+    case = {
+        field: value.replace("$", r"\$") if isinstance(value, str) else value
+        for field, value in record.case.items()
+    }
+    return msgspec.structs.replace(record, case=case)

@@ -1,1 +1,0 @@
-"""Explanatory diagrams: overlap of communication, and tiles of attention."""

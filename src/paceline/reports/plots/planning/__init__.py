@@ -1,1 +1,0 @@
-"""Plots of the planner: layouts, budgets, and the accuracy of its predictions."""

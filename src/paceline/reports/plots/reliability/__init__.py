@@ -1,1 +1,0 @@
-"""Plots of reliability: goodput by number of devices, and runs with injected faults."""

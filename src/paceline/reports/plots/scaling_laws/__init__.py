@@ -1,1 +1,0 @@
-"""Plots of scaling laws: fits of a sweep, and their accuracy when extrapolated."""

@@ -1,1 +1,0 @@
-"""Tables of the planner: layouts, budgets, and the accuracy of its predictions."""
