@@ -3,7 +3,7 @@
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.hardware import Device, find_device
 from paceline.core.plan import Estimate, ParallelLayout, Plan
-from paceline.core.presets import model_preset
+from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import BatchShape, ModelShape, Precision, precision_preset
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "find_device",
     "model_preset",
     "precision_preset",
+    "preset_names",
 ]

@@ -88,11 +88,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_agent(environment: Mapping[str, str]) -> None:
-    """Makes a rank that torchrun started die with its agent; torchrun does not do so itself.
-
-    Args:
-        environment: The environment variables of the process.
-    """
+    """Makes a rank that torchrun started die with its agent; torchrun does not do so itself."""
     if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
         die_with_parent(os.getppid())
 
@@ -103,11 +99,7 @@ def exit_code_of(return_code: int) -> int:
 
 
 class ForkedProcess:
-    """A forked child with the interface of `Popen`.
-
-    Args:
-        pid: Process id of the child.
-    """
+    """A forked child with the interface of `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -181,10 +173,6 @@ def wait_for_group(
     get that moment too, and one that exits with any other failure is reported instead. A process
     that exits with 143 was asked to stop: the others then get `grace_s` seconds, the same as when
     this process receives a stop signal, which it forwards.
-
-    Args:
-        processes: Processes by name.
-        grace_s: Seconds that processes have to stop after a request.
 
     Returns the exit code of the group, and the name of the process that failed first.
     """

@@ -39,13 +39,7 @@ def refusals(layout: ParallelLayout, work: Work) -> list[str]:
 
 
 def require_runnable(layout: ParallelLayout, work: Work, where: str) -> None:
-    """Raises a `UsageError` if a layout cannot run.
-
-    Args:
-        layout: The requested layout.
-        work: The workload of the layout.
-        where: The file or section that requests it, for the message.
-    """
+    """Raises a `UsageError`, which names `where` the layout is requested, if it cannot run."""
     if reasons := refusals(layout, work):
         raise UsageError(
             f"{where}: {'; '.join(reasons)}; paceline plan search --runnable finds a layout that "

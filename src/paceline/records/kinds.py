@@ -23,7 +23,7 @@ LINK_SHAPE = (LINK_RATE, LINK_LOSS, LINK_DELAY)
 MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
 LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 
-_PLACE = ("device", "hardware", "threads")
+_MACHINE = ("device", "hardware", "threads")
 _GROUP = ("world_size", "num_hosts", "dtype", "backend")
 MODEL_FIELDS = (
     *("model", "vocab_size", "d_model", "d_ff", "num_layers"),
@@ -53,16 +53,16 @@ _HOW = (
     *("precision", "float32_matmul_precision", "compile"),
     *("activation_checkpointing", "attention", "optimizer"),
 )
-_STEP = (*MODEL_FIELDS, "batch", "context", "phase", *_HOW, *_PLACE)
+_STEP = (*MODEL_FIELDS, "batch", "context", "phase", *_HOW, *_MACHINE)
 _DATA_PARALLEL = (
     *("strategy", "bucket_size_mb", *MODEL_FIELDS, "batch", "context", *_HOW),
-    *("world_size", "num_hosts", "backend", *_PLACE),
+    *("world_size", "num_hosts", "backend", *_MACHINE),
 )
 
 _LAYOUT = (
     *("layout", *MODEL_FIELDS, "batch", "batch_size", "context"),
     *("precision", "float32_matmul_precision", "attention", "optimizer"),
-    *("world_size", "num_hosts", "backend", *_PLACE),
+    *("world_size", "num_hosts", "backend", *_MACHINE),
 )
 
 _WARMUP_STEPS = ("warmup", "steps")
@@ -77,7 +77,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention": (
         (
             *("implementation", "batch", "context", "head_dim", "causal", "dtype"),
-            *("float32_matmul_precision", "compile", *_PLACE),
+            *("float32_matmul_precision", "compile", *_MACHINE),
         ),
         (*_WARMUP_STEPS, "timer"),
     ),
@@ -91,13 +91,13 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # Two alternatives measured in alternation in one run; the metrics are ratios.
     "comparison": (
-        ("subject", "baseline", *_PLACE),
+        ("subject", "baseline", *_MACHINE),
         (
             *("model", "batch", "context", "phase", "operation", "size_bytes", "world_size"),
             *("warmup", "rounds"),
         ),
     ),
-    "comm": (("operation", "size_bytes", *_GROUP, *_PLACE), _WARMUP_STEPS),
+    "comm": (("operation", "size_bytes", *_GROUP, *_MACHINE), _WARMUP_STEPS),
     # Training steps under one of several strategies, measured in alternation.
     "ddp": (_DATA_PARALLEL, _WARMUP_ROUNDS),
     # Memory of such steps by category, measured one strategy after the other.
@@ -112,12 +112,12 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pipeline": (_LAYOUT, ("warmup", "rounds")),
     # Results of traces: the steps of a rank, the cost of the analysis, the operators in a range.
     "trace_step": (("subject", "rank", "label"), ()),
-    "trace_analysis": (("size_bytes", *_PLACE), ()),
+    "trace_analysis": (("size_bytes", *_MACHINE), ()),
     "operator": (("subject", "range", "work", "operator"), ()),
-    "collective_fit": (("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_PLACE), ()),
+    "collective_fit": (("operation", "smallest_bytes", "largest_bytes", *_GROUP, *_MACHINE), ()),
     # Measured performance of a machine on one part of a training step, for predictions.
     "calibration": (
-        ("quantity", *_GROUP, *_PLACE),
+        ("quantity", *_GROUP, *_MACHINE),
         (
             *("tokens", "inputs", "outputs"),
             *("batch", "context", "num_heads", "num_kv_heads", "head_dim", "attention"),
@@ -142,11 +142,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     # Random training programs under a container, compared with one process.
     "fuzz": (
-        ("container", "first_seed", "programs", "world_size", *_PLACE),
+        ("container", "first_seed", "programs", "world_size", *_MACHINE),
         ("dtype", "tolerance"),
     ),
     # Cost on one rank of many before the first step.
-    "construction": (("subject", "parameters", "world_size", *_PLACE), ()),
+    "construction": (("subject", "parameters", "world_size", *_MACHINE), ()),
     # A whole run of the trainer; `batch` is a micro-batch of one rank.
     "training_run": (
         _DATA_PARALLEL,
@@ -156,14 +156,14 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "forecast": (("quantity", "run", "parameters", "world_size", "threads", "hardware"), ()),
     # Reading training data, compared with a baseline if there is one.
     "data_loader": (
-        ("subject", "context", "batch", "num_tokens", "num_shards", *_PLACE),
+        ("subject", "context", "batch", "num_tokens", "num_shards", *_MACHINE),
         ("baseline", "rounds", "first_sample"),
     ),
     # Injected faults of one type: attempts, survivals, losses.
     "fault": (
         ("subject", "fault"),
         (
-            *("world_size", "strategy", "steps", "seed", *_PLACE),
+            *("world_size", "strategy", "steps", "seed", *_MACHINE),
             *("hash_every_steps", "hash_at_rest", "heartbeat_timeout_s"),
         ),
     ),
@@ -190,12 +190,12 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chaos_fault": (("command", "seed", "num_hosts", "fault", "number"), ("target",)),
     "chaos_run": (("command", "seed", "num_hosts"), ("for_s",)),
     # Clients of one store that meet: the latency of a rendezvous by number of clients.
-    "rendezvous": (("subject", "clients", *_PLACE), ("processes", "rounds")),
+    "rendezvous": (("subject", "clients", *_MACHINE), ("processes", "rounds")),
     # One check of the acceptance run on GPUs.
-    "check": (("name", "world_size", "backend", *_PLACE), ()),
+    "check": (("name", "world_size", "backend", *_MACHINE), ()),
     # Outcome of a command that was run to measure something for a report.
     ATTEMPT: (("name",), ("deliverables", "command")),
-    "environment": (_PLACE, ("self_test", "world_size", "backend")),
+    "environment": (_MACHINE, ("self_test", "world_size", "backend")),
 }
 _KINDS = {
     name: Kind(name=name, join_key=join_key, method=method)

@@ -16,7 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,11 @@ from paceline.data.sampling import IndexArray, rank_range
 _Item = TypeVar("_Item")
 
 
+class _Failure(NamedTuple):
+    error: BaseException
+    """StopIteration as well, which ends the consumer's loop."""
+
+
 class Prefetcher(Generic[_Item]):
     """Reads items from an iterator in a thread, a bounded number ahead.
 
@@ -35,8 +40,7 @@ class Prefetcher(Generic[_Item]):
     """
 
     def __init__(self, items: Iterator[_Item], depth: int) -> None:
-        ready: queue.SimpleQueue[tuple[_Item, None] | tuple[None, BaseException]]
-        ready = queue.SimpleQueue()
+        ready: queue.SimpleQueue[_Item | _Failure] = queue.SimpleQueue()
         room = threading.Semaphore(depth)
         stop = threading.Event()
         # The thread has no reference to `self`; otherwise the owner could never be collected.
@@ -57,12 +61,12 @@ class Prefetcher(Generic[_Item]):
     def __next__(self) -> _Item:
         if self._is_over:
             raise StopIteration
-        item, error = self._ready.get()
+        made = self._ready.get()
         self._room.release()
-        if error is not None:
+        if isinstance(made, _Failure):
             self.close()
-            raise error
-        return item
+            raise made.error
+        return made
 
     def close(self) -> None:
         """Ends the thread and waits for it."""
@@ -72,7 +76,7 @@ class Prefetcher(Generic[_Item]):
 
 def _make_items(
     items: Iterator[_Item],
-    ready: "queue.SimpleQueue[tuple[_Item, None] | tuple[None, BaseException]]",
+    ready: "queue.SimpleQueue[_Item | _Failure]",
     room: threading.Semaphore,
     stop: threading.Event,
 ) -> None:
@@ -84,9 +88,9 @@ def _make_items(
             if stop.is_set():
                 return
             try:
-                ready.put((next(items), None))
-            except BaseException as error:  # StopIteration as well: it ends the consumer's loop.
-                ready.put((None, error))
+                ready.put(next(items))
+            except BaseException as error:
+                ready.put(_Failure(error))
                 return
 
 
