@@ -1,4 +1,4 @@
-"""Tests that chaos affects its targets and nothing else."""
+"""Tests that faults are scheduled by their seed, and affect their targets and nothing else."""
 
 import os
 import pathlib
@@ -12,11 +12,36 @@ import pytest
 from paceline.cli.lab import ChaosCommand
 from paceline.core import UsageError
 from paceline.lab.chaos import faults
-from paceline.lab.chaos.faults import FAULTS, Fault, TargetRun, damage_newest
+from paceline.lab.chaos.faults import FAULTS, Fault, Kind, TargetRun, damage_newest, schedule
 from paceline.lab.chaos.processes import MARK, end_all, marked_processes, new_mark, ranks_of, send
-from paceline.lab.chaos.run import StepProgress
 
+KINDS: dict[str, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
 TREE = "import subprocess, sys; subprocess.run(['sleep', '60'])"
+
+
+def test_a_seed_is_a_schedule() -> None:
+    first = list(schedule(KINDS, seed=1, for_s=600))
+    assert first == list(schedule(KINDS, seed=1, for_s=600))
+    assert first != list(schedule(KINDS, seed=2, for_s=600))
+
+
+def test_faults_are_in_time_and_about_as_many_as_asked_for() -> None:
+    faults = list(schedule(KINDS, seed=3, for_s=6_000))
+    assert [fault.number for fault in faults] == list(range(1, len(faults) + 1))
+    times = [fault.due_s for fault in faults]
+    assert times == sorted(times)
+    assert max(times) < 6_000
+    kills = [fault for fault in faults if fault.kind == "kill"]
+    assert len(kills) == pytest.approx(200, rel=0.1)
+    assert len(faults) - len(kills) == pytest.approx(300, rel=0.1)
+    assert all(fault.lasts_s == KINDS[fault.kind].lasts_s for fault in faults)
+    assert all(0 <= fault.choice < 1 for fault in faults)
+
+
+def test_leaving_a_kind_out_does_not_move_the_others() -> None:
+    both = [each.due_s for each in schedule(KINDS, seed=4, for_s=300) if each.kind == "kill"]
+    alone = [each.due_s for each in schedule({"kill": KINDS["kill"]}, seed=4, for_s=300)]
+    assert both == alone
 
 
 @pytest.fixture
@@ -170,18 +195,3 @@ def test_a_disk_needs_an_empty_place(tmp_path: pathlib.Path) -> None:
     (tmp_path / "old").touch()
     with pytest.raises(UsageError, match="not empty"), faults.small_disk(tmp_path, 1_000_000):
         pass
-
-
-def test_progress_goes_back_when_a_run_does(tmp_path: pathlib.Path) -> None:
-    progress = StepProgress(tmp_path, time.monotonic())
-    assert progress.look() == 0
-    file = tmp_path / "metrics.jsonl"
-    rows = [f'{{"kind":"step","step":{step}}}\n' for step in (1, 2, 3)]
-    file.write_text("".join(rows) + '{"kind":"event","step":3}\n{"kind":"st')
-    assert progress.look() == 3
-    assert progress.advanced_s > 0
-    reached = progress.advanced_s
-    file.write_text(rows[0])
-    assert progress.look() == 1
-    assert progress.advanced_s == reached
-    assert progress.steps == [0, 3, 3, 1]
