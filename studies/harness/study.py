@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from paceline.core.processes import start_child
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -62,5 +64,4 @@ def run_paceline(*arguments: str, launcher: Sequence[str] = ()) -> None:
 
 def start_paceline(*arguments: str, log: pathlib.Path) -> "subprocess.Popen[bytes]":
     """Starts a Paceline command, which appends everything that it prints to `log`."""
-    with log.open("ab") as output:
-        return subprocess.Popen([*PACELINE, *arguments], stdout=output, stderr=output)
+    return start_child([*PACELINE, *arguments], log=log)

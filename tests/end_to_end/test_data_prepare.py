@@ -22,11 +22,11 @@ from tests.unit.data.corpus import config_of, dataset_bytes, make_documents, wri
 PIECE_BYTES = 6000
 DRIVER = """
 import sys
-from paceline.data.prepare import pieces
+from paceline.data.prepare import tokenize
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
 
-pieces.SMALLEST_PIECE_BYTES = int(sys.argv[1])
+tokenize.SMALLEST_PIECE_BYTES = int(sys.argv[1])
 source, tokenizer, out, workers = sys.argv[2:]
 config = PrepareConfig(
     sources=(source,), tokenizer=tokenizer, out=out, heldout=0.1, shard_tokens=5000,
