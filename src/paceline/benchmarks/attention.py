@@ -22,16 +22,11 @@ from paceline.accounting import minimum_attention_bytes
 from paceline.accounting.attention import attention_flops
 from paceline.benchmarks.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.harness.isolation import Subject, isolated_records
-from paceline.benchmarks.harness.measure import (
-    Progress,
-    Stopwatch,
-    sample,
-    step_peaks,
-    storage_bytes,
-)
+from paceline.benchmarks.harness.measure import Stopwatch, sample, step_peaks, storage_bytes
 from paceline.benchmarks.harness.records import TORCH_DTYPES, resolve_device
 from paceline.core.host_memory import resident_peak_bytes
 from paceline.core.specs import bytes_per_element
+from paceline.core.units import Progress
 from paceline.kernels import attention
 from paceline.parallel.ranks.hardware import HardwareLocation
 from paceline.records import Record

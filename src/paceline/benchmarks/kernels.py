@@ -26,11 +26,11 @@ from paceline.accounting.attention import (
 )
 from paceline.benchmarks.config import Architecture, KernelCase, KernelSweep
 from paceline.benchmarks.harness.isolation import IsolatedRun, run_isolated
-from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.records import TORCH_DTYPES, measured
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device
 from paceline.core.specs import bytes_per_element
+from paceline.core.units import Progress
 from paceline.records import CaseValue, Record
 
 if TYPE_CHECKING:

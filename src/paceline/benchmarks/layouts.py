@@ -26,13 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.benchmarks.config import LayoutCase, LayoutSweep, WrittenLayout
-from paceline.benchmarks.harness.measure import Progress, ratio_metric, step_peaks
+from paceline.benchmarks.harness.measure import ratio_metric, step_peaks
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted
 from paceline.benchmarks.harness.turns import Turns, held, hold, measure_rounds, warm_up
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, step_range
 from paceline.core.specs import BatchShape
+from paceline.core.units import Progress
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM

@@ -14,7 +14,7 @@ from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import StepCase
-from paceline.benchmarks.harness.measure import Progress, storage_bytes
+from paceline.benchmarks.harness.measure import storage_bytes
 from paceline.benchmarks.harness.records import (
     current_environment,
     measured,
@@ -25,7 +25,7 @@ from paceline.benchmarks.step import TrainingStep, step_case_fields
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
 from paceline.core.specs import bytes_per_element, precision_preset
-from paceline.core.units import format_binary_bytes
+from paceline.core.units import Progress, format_binary_bytes
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from paceline.accounting.memory.model_states import rank_state_bytes
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, StepCase, Variant
-from paceline.benchmarks.harness.measure import Progress, ratio_metric, step_peaks, storage_bytes
+from paceline.benchmarks.harness.measure import ratio_metric, step_peaks, storage_bytes
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted, resolve_device
 from paceline.benchmarks.harness.turns import Turns, hold, measure_rounds
@@ -40,7 +40,7 @@ from paceline.benchmarks.step import LEARNING_RATE, TrainingStep, step_case_fiel
 from paceline.core.ranges import step_range
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import SHARDED_PARAMETERS, StrategyName
-from paceline.core.units import format_binary_bytes
+from paceline.core.units import Progress, format_binary_bytes
 from paceline.kernels.named_range import named_range
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.ddp import BucketedDataParallel

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from paceline.accounting.overlap import simulate_buckets
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep
-from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted
 from paceline.benchmarks.harness.turns import held, warm_up
@@ -29,7 +28,7 @@ from paceline.benchmarks.strategies import (
 )
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
-from paceline.core.units import NANOSECOND
+from paceline.core.units import NANOSECOND, Progress
 from paceline.parallel.bucket_size import GroupCost, measure_group
 from paceline.parallel.strategies import record_statistics, synchronization_stats
 from paceline.parallel.traffic import SynchronizationStats

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import blake3
 
@@ -19,6 +19,7 @@ from paceline.checkpoint.format import (
 )
 from paceline.checkpoint.storage import CheckpointStorage, open_checkpoints
 from paceline.core.finding import Finding
+from paceline.core.units import Progress
 from paceline.data.storage import Storage
 
 
@@ -82,9 +83,6 @@ def keep_last(location: CheckpointStorage, number: int) -> list[int]:
 
 
 _PART_BYTES = 2**24
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and in total."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

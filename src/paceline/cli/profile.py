@@ -23,7 +23,7 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.benchmarks.harness.measure import Progress
+    from paceline.core.units import Progress
     from paceline.records import Record
 
 _TRACE = "trace.json"

@@ -23,11 +23,10 @@ from paceline.benchmarks.config import (
     CollectiveCase,
     ComputeShapes,
 )
-from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import measured
 from paceline.core.strategies import Operation
-from paceline.core.units import KIB, MIB
+from paceline.core.units import KIB, MIB, Progress
 from paceline.kernels import resolve_implementation
 from paceline.parallel.ranks.collectives import mean_over_ranks, reduce_numbers
 from paceline.records import CaseValue, Record

@@ -22,11 +22,10 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from paceline.benchmarks.config import RunLimits, TimedCase
-from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.records import measured, resolve_device
 from paceline.core.errors import is_out_of_memory
 from paceline.core.processes import die_with_parent, ignore_sigint
-from paceline.core.units import GIB, format_binary_bytes
+from paceline.core.units import GIB, Progress, format_binary_bytes
 from paceline.parallel.ranks.hardware import (
     HardwareLocation,
     describe_hardware,

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from paceline.benchmarks.config import TimedCase
+from paceline.core.units import Progress
 from paceline.parallel.ranks.device_clock import synchronize
 from paceline.records.schema import Metric
 from paceline.traces.capture import peak_allocations
 
 _BOOTSTRAP_DRAWS = 4000
-
-Progress = Callable[[int, int], None]
 
 
 class Stopwatch:

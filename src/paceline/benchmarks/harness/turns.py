@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.harness.measure import Progress
 from paceline.benchmarks.harness.ranks import MeasuringRanks
+from paceline.core.units import Progress
 from paceline.parallel.ranks.collectives import reduce_numbers
 
 
