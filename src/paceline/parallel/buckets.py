@@ -29,7 +29,7 @@ class GradientError(PacelineError):
 
 
 class TensorSpec(NamedTuple):
-    """The properties of a tensor that determine its place in a plan."""
+    """The properties of a tensor that determine its position in a plan."""
 
     name: str
     num_elements: int

@@ -5,7 +5,7 @@ state dictionary entries are the inner module's. A saved state therefore loads w
 none, and rules by name ("no decay for biases") apply to all. `_fqn_modifiers` maps the names for
 torch.distributed.checkpoint.
 
-`clip_gradients` computes the total norm of gradients that are replicated on all ranks or sharded
+`clip_grad_norm_` computes the total norm of gradients that are replicated on all ranks or sharded
 over them. Each rank raises its norm to the power of the norm type, and the powers are summed over
 ranks in float64. Ranks get bitwise equal results, which differ from a single process by less than
 the rounding of the gradients' dtype. Nothing waits for the device, unless a norm that is not finite
@@ -136,6 +136,7 @@ class DataParallelContainer(nn.Module, abc.ABC):
         assert work is not None
         self._sync_state.pending_weight = (weight, total, work)
 
+    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -150,14 +151,24 @@ class DataParallelContainer(nn.Module, abc.ABC):
             error_if_nonfinite: Whether to raise if the norm is not finite. The check waits for the
                 device.
         """
-        return clip_gradients(
-            self._local_gradients(),
-            max_norm,
-            norm_type,
-            self._device,
-            dtype=self._norm_dtype,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        gradients = self._local_gradients()
+        if gradients.shard_group is None:
+            total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(self._device)
+        else:
+            total = _norm_over_ranks(gradients, norm_type, self._device, gradients.shard_group)
+            total = total.to(self._norm_dtype)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they "
+                "cannot be clipped; skip this step, or pass error_if_nonfinite=False"
+            )
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for gradient in (*gradients.replicated, *gradients.sharded):
+            alike[gradient.device, gradient.dtype].append(gradient)
+        for (device, _), group in alike.items():
+            torch._foreach_mul_(group, coefficient.to(device))
+        return total
 
     @abc.abstractmethod
     def _local_gradients(self) -> LocalGradients:
@@ -289,39 +300,6 @@ def _with_prefix(_container: nn.Module, state: dict[str, Any], prefix: str, *_: 
     state.update({inner + name.removeprefix(prefix): value for name, value in taken.items()})
 
 
-@torch.no_grad()
-def clip_gradients(
-    gradients: LocalGradients,
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    """Clips all gradients to a total norm; returns the norm before clipping.
-
-    All ranks of the shard group must call this. `dtype` is that of the norm of sharded gradients,
-    also on ranks that hold no shard.
-    """
-    if gradients.shard_group is None:
-        total = torch.nn.utils.get_total_norm(gradients.replicated, norm_type).to(device)
-    else:
-        total = _norm_over_ranks(gradients, norm_type, device, gradients.shard_group).to(dtype)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they cannot "
-            "be clipped; skip this step, or pass error_if_nonfinite=False"
-        )
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in (*gradients.replicated, *gradients.sharded):
-        alike[gradient.device, gradient.dtype].append(gradient)
-    for (of_device, _), group in alike.items():
-        torch._foreach_mul_(group, coefficient.to(of_device))
-    return total
-
-
 def _norm_over_ranks(
     gradients: LocalGradients, norm_type: float, device: torch.device, group: dist.ProcessGroup
 ) -> Tensor:
@@ -368,9 +346,9 @@ def require_supported(module: nn.Module) -> torch.device:
     if not devices:
         raise UsageError("the module has no parameters, so there is nothing to synchronise")
     if len(devices) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise UsageError(
-            f"a rank has one device, but the module has {places}; use one rank per device"
+            f"a rank has one device, but the module has {found}; use one rank per device"
         )
     return next(iter(devices))
 

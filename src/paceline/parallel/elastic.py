@@ -1,27 +1,17 @@
-"""Gradient sums over replicas, one bucket at a time, overlapped with backward.
+"""The participants of a step, and sums of their gradients, overlapped with backward.
 
 The buckets are those of `BucketedDataParallel`. A bucket is sent when the last pass of the step has
 reached all of its parameters and the buckets before it were sent. Incomplete buckets are sent at
 the end, with zeros for missing gradients, so all replicas send the same messages.
-
-The participants of a step, from the perspective of one replica.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.buckets import Bucket, plan_buckets, tensor_spec
-
-
-class Adder(Protocol):
-    """An object that sums tensors over replicas."""
-
-    def add_up(self, tensor: Tensor) -> dist.Work:
-        """Starts an in-place sum of a tensor over the replicas."""
 
 
 class ReplicaGradients:
@@ -30,13 +20,13 @@ class ReplicaGradients:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        group: Adder,
+        add_up: Callable[[Tensor], dist.Work],
         cap_bytes: float | None,
     ) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         names, parameters = [name for name, _ in trained], [p for _, p in trained]
         plans = plan_buckets([tensor_spec(*named) for named in trained], cap_bytes)
-        self._group = group
+        self._add_up = add_up
         self._buckets = [Bucket(plan, parameters, names, None) for plan in plans]
         self._passes_left: list[dict[int, int]] = []
         """For each bucket, the remaining backward passes of each incomplete parameter."""
@@ -80,7 +70,7 @@ class ReplicaGradients:
             if parameter.grad is None:
                 parameter.grad = parameter.detach().new_zeros(parameter.shape)
             bucket.keep(position)
-        self._works.append(self._group.add_up(bucket.buffer))
+        self._works.append(self._add_up(bucket.buffer))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

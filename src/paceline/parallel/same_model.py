@@ -83,8 +83,8 @@ def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: to
     shorter = min(len(own), len(reference))
     first = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
     # Encodes line and rank in one number, ordered by line first.
-    place = torch.iinfo(torch.int64).max if own == reference else first * world_size + rank
-    least = torch.tensor([place], dtype=torch.int64, device=device)
+    encoded = torch.iinfo(torch.int64).max if own == reference else first * world_size + rank
+    least = torch.tensor([encoded], dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     index, culprit = divmod(int(least), world_size)
     culprits = _broadcast_lines(

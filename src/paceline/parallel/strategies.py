@@ -136,7 +136,7 @@ def record_statistics(module: nn.Module, enabled: bool = True) -> None:
     if isinstance(module, DataParallelContainer):
         module.record_statistics(enabled)
     elif (traffic := traffic_of(module)) is not None:
-        traffic.record_statistics(enabled)
+        traffic.records_times = enabled
 
 
 def synchronization_stats(module: nn.Module) -> SynchronizationStats | None:

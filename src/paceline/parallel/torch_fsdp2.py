@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from paceline.parallel.reducer import OUTSIDE_BACKWARD, current_pass, tensors_in
-from paceline.parallel.traffic import SynchronizationStats, Traffic
+from paceline.parallel.traffic import Traffic
 
 
 class TorchTraffic:
@@ -35,18 +35,6 @@ class TorchTraffic:
         """Whether a collective call blocks until its message has arrived."""
         self.traffic = Traffic(device)
         self._in_backward = False
-
-    def record_statistics(self, enabled: bool) -> None:
-        """Turns the recording of timestamps on or off for subsequent steps."""
-        self.traffic.records_times = enabled
-
-    def message_bytes(self) -> list[int]:
-        """Returns the size of each gradient message in the last synchronisation."""
-        return self.traffic.message_bytes()
-
-    def stats(self) -> SynchronizationStats | None:
-        """Returns message sizes and times of the last synchronisation, or None if not recorded."""
-        return self.traffic.stats()
 
     def before_forward(self, *_: object) -> None:
         """Begins a forward pass, before its first all-gather."""
@@ -119,7 +107,7 @@ class _CountedReduceScatter(DefaultReduceScatter):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-_known: MutableMapping[nn.Module, TorchTraffic] = weakref.WeakKeyDictionary()
+_known: MutableMapping[nn.Module, Traffic] = weakref.WeakKeyDictionary()
 
 
 def apply_fsdp2(module: nn.Module) -> nn.Module:
@@ -140,10 +128,10 @@ def apply_fsdp2(module: nn.Module) -> nn.Module:
             part.set_custom_all_gather(_CountedAllGather(traffic))
             part.set_custom_reduce_scatter(_CountedReduceScatter(traffic, len(own)))
     module.register_forward_pre_hook(traffic.before_forward, prepend=True)
-    _known[module] = traffic
+    _known[module] = traffic.traffic
     return module
 
 
-def traffic_of(module: nn.Module) -> TorchTraffic | None:
+def traffic_of(module: nn.Module) -> Traffic | None:
     """Returns the recorded traffic of a module sharded by `apply_fsdp2`, None for others."""
     return _known.get(module)

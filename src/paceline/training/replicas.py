@@ -62,7 +62,9 @@ class Replicas:
             quorum_timeout_s=config.parallel.timeout_s,
         )
         self._gradients = ReplicaGradients(
-            train_state.module.named_parameters(), self._group, config.parallel.bucket_size_mb * MIB
+            train_state.module.named_parameters(),
+            self._group.add_up,
+            config.parallel.bucket_size_mb * MIB,
         )
         self.members = Members(rank=0, live=0, has_healed=False)
         """Members of the current step."""

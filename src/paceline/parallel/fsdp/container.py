@@ -126,10 +126,10 @@ class FullyShardedDataParallel(DataParallelContainer):
         else:
             own_device = require_supported(module)
         _require_shardable(module)
-        group, shared_out, replicated = resolve_sharding(process_group, own_device)
+        group, sharded, replicated = resolve_sharding(process_group, own_device)
         super().__init__(module, group, own_device)
-        assert shared_out.shard_group is not None
-        self._shard_group = shared_out.shard_group
+        assert sharded.shard_group is not None
+        self._shard_group = sharded.shard_group
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         dtypes = f"compute_dtype {compute_dtype}, reduce_dtype {reduce_dtype}"
@@ -142,7 +142,7 @@ class FullyShardedDataParallel(DataParallelContainer):
         self._layers, users = shard_module(
             module,
             LayerSettings(
-                shared_out=shared_out,
+                sharded=sharded,
                 replicated=replicated,
                 device=own_device,
                 compute_dtype=compute_dtype,

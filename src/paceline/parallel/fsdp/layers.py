@@ -134,22 +134,22 @@ class LayerUser:
     """The modules whose own parameters it needs."""
     layers: list[ShardedLayer]
     """Its own layers, and those of parameters that it shares with earlier modules."""
-    places: list[tuple[nn.Module, str, LayerParameter]]
+    attributes: list[tuple[nn.Module, str, LayerParameter]]
     """The module and attribute name of each of its parameters."""
 
     def show_full(self) -> None:
         """Sets the modules' attributes to the full parameters."""
-        for module, name, parameter in self.places:
+        for module, name, parameter in self.attributes:
             setattr(module, name, parameter.full)
 
     def show_shards(self) -> None:
         """Sets the modules' attributes to the shards."""
-        for module, name, parameter in self.places:
+        for module, name, parameter in self.attributes:
             setattr(module, name, parameter.shard)
 
     def require_shards(self) -> None:
         """Raises if a shard, or the memory of a shard, was replaced."""
-        for module, name, parameter in self.places:
+        for module, name, parameter in self.attributes:
             if module._parameters.get(name) is not parameter.shard:
                 raise UsageError(
                     f"parameter {parameter.name!r} was replaced after its container was created; "
@@ -162,7 +162,7 @@ class LayerUser:
 class LayerSettings:
     """Settings for the creation of a container's layers."""
 
-    shared_out: Sharding
+    sharded: Sharding
     replicated: Sharding
     device: torch.device
     compute_dtype: torch.dtype | None
@@ -212,7 +212,7 @@ def shard_module(
             module=user.module,
             scope=user.scope,
             layers=list(dict.fromkeys(homes[p][0] for _, _, p in _occurrences(user))),
-            places=[(owner, name, homes[p][1]) for owner, name, p in _occurrences(user)],
+            attributes=[(owner, name, homes[p][1]) for owner, name, p in _occurrences(user)],
         )
         for user in found
     ]
@@ -242,7 +242,7 @@ def _kind(
 
 
 def _make_layer(kind: _Kind, named: list[Named], settings: LayerSettings) -> ShardedLayer:
-    sharding = settings.replicated if kind.user is None else settings.shared_out
+    sharding = settings.replicated if kind.user is None else settings.sharded
     layout = lay_out(
         [parameter for _, parameter in named], kind.dtype, settings.device, sharding.num_shards
     )
@@ -286,7 +286,7 @@ class LoadsFullTensors:
         self.are_values_missing = False
         """Whether the parameters have no values until a state is loaded."""
         homes = {p.shard: (layer, p) for layer in layers for p in layer.parameters}
-        self._places = {
+        self._homes = {
             name: homes[parameter]
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
@@ -317,7 +317,7 @@ class LoadsFullTensors:
                 "load_state_dict(assign=True) would replace the parameters of the container; load "
                 "without assign=True"
             )
-        for name, (layer, parameter) in self._places.items():
+        for name, (layer, parameter) in self._homes.items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.full.shape:
                 state[prefix + name] = _own_rows(value, layer, parameter)
@@ -386,7 +386,7 @@ def initialize_layers(
     called: set[nn.Module] = set()
     for user in users:
         values = dict(_full_values(user))
-        for owner, name, parameter in user.places:
+        for owner, name, parameter in user.attributes:
             setattr(owner, name, values[parameter])
         for part in user.scope:
             if part not in called and (part._parameters or part._buffers):
@@ -406,7 +406,7 @@ def initialize_layers(
 
 
 def _full_values(user: LayerUser) -> Iterator[tuple[LayerParameter, Tensor]]:
-    for _, _, parameter in user.places:
+    for _, _, parameter in user.attributes:
         like = parameter.full
         full = torch.empty(like.shape, dtype=parameter.local.dtype, device=like.device)
         yield parameter, nn.Parameter(full, parameter.shard.requires_grad)

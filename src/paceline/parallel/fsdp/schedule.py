@@ -62,10 +62,10 @@ class ForwardPass:
         for use in self.uses:
             for layer in use.user.layers if use.is_watched else ():
                 lowest[layer] = min(lowest.get(layer, use.first), use.first)
-        by_place: dict[int, list[ShardedLayer]] = defaultdict(list)
-        for layer, place in lowest.items():
-            by_place[place].append(layer)
-        return by_place
+        by_index: dict[int, list[ShardedLayer]] = defaultdict(list)
+        for layer, index in lowest.items():
+            by_index[index].append(layer)
+        return by_index
 
     def unwatched(self) -> set[ShardedLayer]:
         """Returns the layers that ran without recording gradients, as in a checkpoint."""
@@ -87,7 +87,7 @@ class BackwardPass:
     forward: ForwardPass = dataclasses.field(default_factory=ForwardPass)
     follows: bool = False
     """Whether it has reached a use of a forward pass."""
-    place: int = 0
+    index: int = 0
     last_needed: dict[int, list[ShardedLayer]] = dataclasses.field(default_factory=dict)
     in_flight: collections.deque[ShardedLayer] = dataclasses.field(
         default_factory=collections.deque
@@ -102,7 +102,7 @@ class BackwardPass:
         """Moves to the end of a forward pass."""
         self.follows = True
         self.forward = forward
-        self.place = len(forward.uses)
+        self.index = len(forward.uses)
         self.last_needed = forward.last_needed()
         self.unwatched |= forward.unwatched()
 
@@ -195,8 +195,8 @@ class Schedule:
         """Gathers the layers that a module needs, and starts the prefetch of the next ones."""
         if current_pass() == OUTSIDE_BACKWARD:
             started, known = self._forward.started, self._known.started
-            place = len(started)
-            self._is_as_known &= place < len(known) and known[place] is user
+            index = len(started)
+            self._is_as_known &= index < len(known) and known[index] is user
             started.append(user)
         else:  # Activation checkpointing recomputes a forward pass.
             recomputed = self._begin_backward(None).recomputed
@@ -252,16 +252,16 @@ class Schedule:
         """Returns the layers of the next modules; empty if this pass differs from the last one."""
         if current_pass() != OUTSIDE_BACKWARD or not self._is_as_known:
             return []
-        place = len(self._forward.started)
-        following = self._known.started[place : place + self._layers_ahead]
+        index = len(self._forward.started)
+        following = self._known.started[index : index + self._layers_ahead]
         return [layer for user in following for layer in user.layers]
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
         """Registers hooks that begin a module's backward when a gradient of its output arrives."""
-        forward, place = self._forward, len(self._forward.uses)
+        forward, index = self._forward, len(self._forward.uses)
         for tensor in tensors:
             tensor.register_hook(  # type: ignore[no-untyped-call]
-                lambda _gradient: self._before_backward(forward, place)
+                lambda _gradient: self._before_backward(forward, index)
             )
 
     def _begin_backward(self, forward: ForwardPass | None) -> BackwardPass:
@@ -293,14 +293,14 @@ class Schedule:
         except RuntimeError:  # torch.autograd.grad, for full parameters
             return False
 
-    def _before_backward(self, forward: ForwardPass, place: int) -> None:
+    def _before_backward(self, forward: ForwardPass, index: int) -> None:
         """Gathers the layers for the backward of a use, after all sends that come before it."""
         backward = self._begin_backward(forward)
         if backward.forward is not forward:
             self._go_back(backward, -1)
             backward.follow(forward)
-        self._go_back(backward, place)
-        for layer in forward.uses[place].user.layers:
+        self._go_back(backward, index)
+        for layer in forward.uses[index].user.layers:
             layer.start_all_gather()
             layer.wait()
 
@@ -308,15 +308,15 @@ class Schedule:
     def _go_back(self, backward: BackwardPass, target: int) -> None:
         """Steps back through the uses to a target, in the same order on all ranks."""
         uses = backward.forward.uses
-        while backward.place > target:
-            for layer in backward.last_needed.get(backward.place, ()):
+        while backward.index > target:
+            for layer in backward.last_needed.get(backward.index, ()):
                 if not (backward.keeps_graph or self._kept_for_graph):
                     layer.free()
                 self._send(backward, layer)
-            backward.place -= 1
-            for place in range(backward.place, backward.place - self._layers_ahead - 1, -1):
-                if place >= 0 and uses[place].is_watched:
-                    for layer in uses[place].user.layers:
+            backward.index -= 1
+            for index in range(backward.index, backward.index - self._layers_ahead - 1, -1):
+                if index >= 0 and uses[index].is_watched:
+                    for layer in uses[index].user.layers:
                         layer.start_all_gather()
 
     def _send(self, backward: BackwardPass, layer: ShardedLayer) -> None:

@@ -100,13 +100,13 @@ def resolve_sharding(
         # The mesh finds the group by name, and must not keep it alive after its destruction.
         mesh._pg_registry.clear()
     reference = GroupReference(group)
-    shared_out = Sharding(
+    sharded = Sharding(
         mesh=mesh, placements=(Shard(0),), shard_group=reference, replicate_groups=()
     )
     replicated = Sharding(
         mesh=mesh, placements=(Replicate(),), shard_group=None, replicate_groups=(reference,)
     )
-    return group, shared_out, replicated
+    return group, sharded, replicated
 
 
 def _two_dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Sharding, Sharding]:
@@ -115,7 +115,7 @@ def _two_dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Sharding, Shar
     if mesh.size() != dist.get_world_size():
         whole = mesh._flatten().get_group()
     assert whole is not None
-    shared_out = Sharding(
+    sharded = Sharding(
         mesh=mesh,
         placements=(Replicate(), Shard(0)),
         shard_group=shard,
@@ -127,7 +127,7 @@ def _two_dimensions(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Sharding, Shar
         shard_group=None,
         replicate_groups=(shard, replicate),
     )
-    return whole, shared_out, replicated
+    return whole, sharded, replicated
 
 
 _ALONE_BYTES = MIB

@@ -52,11 +52,11 @@ class Coordinates(NamedTuple):
 
 def coordinates_of(rank: int, layout: ParallelLayout) -> Coordinates:
     """Returns the index of a rank on each axis."""
-    places = []
+    indices = []
     for axis in reversed(Coordinates._fields):
-        rank, place = divmod(rank, getattr(layout, axis))
-        places.append(place)
-    return Coordinates(*reversed(places))
+        rank, index = divmod(rank, getattr(layout, axis))
+        indices.append(index)
+    return Coordinates(*reversed(indices))
 
 
 class MeshGroups:

@@ -150,12 +150,12 @@ def plan_shards(
 def _assign_parameters(
     plan: BucketPlan, tensors: Sequence[TensorSpec], loads: list[int]
 ) -> ShardLayout:
-    places = sorted(slot.tensor for slot in plan.slots)
-    sizes = [tensors[place].num_elements * plan.dtype.itemsize for place in places]
+    indices = sorted(slot.tensor for slot in plan.slots)
+    sizes = [tensors[index].num_elements * plan.dtype.itemsize for index in indices]
     owned: list[list[int]] = [[] for _ in loads]
-    for place, owner in zip(places, assign_largest_first(sizes, loads), strict=True):
-        owned[owner].append(place)
-    order = [place for of_rank in owned for place in of_rank]
+    for index, owner in zip(indices, assign_largest_first(sizes, loads), strict=True):
+        owned[owner].append(index)
+    order = [index for of_rank in owned for index in of_rank]
     placed = place_tensors(tensors, order, plan.dtype, plan.device)
     borders = [0]
     first = 0

@@ -275,8 +275,8 @@ class ShardedOptimizer(Optimizer):
         self, parameters: list[nn.Parameter], groups: Sequence[dict[str, Any]]
     ) -> None:
         names = [
-            f"number {place} of shape {tuple(parameter.shape)}"
-            for place, parameter in enumerate(parameters)
+            f"number {index} of shape {tuple(parameter.shape)}"
+            for index, parameter in enumerate(parameters)
         ]
         specs = [tensor_spec(*named) for named in zip(names, parameters, strict=True)]
         rank = dist.get_rank(self._group.get())

@@ -82,12 +82,12 @@ class Run:
         for key, value in states[first].items():
             if _is_per_element(key, value, first.tensor):
                 joined[key] = value.new_zeros(self.tensor.shape)
-                for place, shard in enumerate(self.shards):
-                    joined[key][self._piece(place)] = states[shard][key]
+                for index, shard in enumerate(self.shards):
+                    joined[key][self._piece(index)] = states[shard][key]
         return joined
 
-    def _piece(self, place: int) -> slice:
-        shard, begin = self.shards[place], self.offsets[place] - self.begin
+    def _piece(self, index: int) -> slice:
+        shard, begin = self.shards[index], self.offsets[index] - self.begin
         return slice(begin, begin + shard.end - shard.start)
 
 
@@ -98,9 +98,11 @@ def single(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
 
 def join_neighbours(flat: FlatParameters, shards: Sequence[Shard]) -> list[Run]:
     """Returns runs of shards that are adjacent in the flat buffer."""
-    places = {shard: place for place, shard in enumerate(flat.shards)}
+    indices = {shard: index for index, shard in enumerate(flat.shards)}
     runs = []
-    for _, numbered in itertools.groupby(enumerate(shards), lambda item: places[item[1]] - item[0]):
+    for _, numbered in itertools.groupby(
+        enumerate(shards), lambda item: indices[item[1]] - item[0]
+    ):
         joined = [shard for _, shard in numbered]
         if len(joined) == 1:
             runs += single(flat, joined)

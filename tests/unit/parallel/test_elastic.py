@@ -37,7 +37,7 @@ def test_all_gradients_are_added_up_after_the_last_pass(
     inputs = torch.randn(passes, 5, 4)
     alone, model, group = _model(), _model(), _Twice()
     alone(inputs.flatten(0, 1)).sum().backward()
-    gradients = ReplicaGradients(model.named_parameters(), group, cap_bytes)  # type: ignore[arg-type]
+    gradients = ReplicaGradients(model.named_parameters(), group.add_up, cap_bytes)  # type: ignore[arg-type]
     for _ in range(2):
         model.zero_grad()
         gradients.begin(passes)
@@ -52,7 +52,7 @@ def test_all_gradients_are_added_up_after_the_last_pass(
 
 def test_parameters_that_no_pass_reaches_send_zeros() -> None:
     model, group = _model(), _Twice()
-    gradients = ReplicaGradients(model.named_parameters(), group, 0)  # type: ignore[arg-type]
+    gradients = ReplicaGradients(model.named_parameters(), group.add_up, 0)  # type: ignore[arg-type]
     gradients.begin(1)
     model[0](torch.randn(5, 4)).sum().backward()
     gradients.finish()
