@@ -50,7 +50,12 @@ def complete_gradients(model: nn.Module) -> None:
     summands: dict[DeviceMesh, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
     for parameter in model.parameters():
         gradient = parameter.grad
-        if _is_summand(parameter) and isinstance(gradient, DTensor):
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(gradient, DTensor)
+            and parameter.placements == (Replicate(),)
+            and gradient.placements == (Partial(),)
+        ):
             summands[gradient.device_mesh].append((parameter, gradient.to_local()))
         else:
             complete_gradient(parameter)
@@ -62,14 +67,6 @@ def complete_gradients(model: nn.Module) -> None:
             parameter.grad = DTensor.from_local(
                 whole.view_as(own), mesh, [Replicate()], run_check=False
             )
-
-
-def _is_summand(parameter: nn.Parameter) -> bool:
-    """Returns whether the parameter is replicated and its gradient a partial sum."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return False
-    return parameter.placements == (Replicate(),) and gradient.placements == (Partial(),)
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:

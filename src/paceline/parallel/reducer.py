@@ -248,15 +248,14 @@ class GradientSynchronizer:
             _expected.add(self)
         if self._is_early:
             self._overlap_monitor.look_at_graph(outputs)
+
+        def begin(_gradient: Tensor) -> None:
+            self.begin(average=average)
+
         for output in outputs:
             # A leaf, such as a parameter, would keep the hook forever.
             if output.grad_fn is not None:
-                output.register_hook(  # type: ignore[no-untyped-call]
-                    lambda _gradient: self._begin_from_output(average)
-                )
-
-    def _begin_from_output(self, average: bool) -> None:
-        self.begin(average=average)  # A hook must not return anything.
+                output.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def forget_broken_pass(self) -> None:
         """Discards a backward pass that an error aborted; call only outside of backward.

@@ -98,7 +98,10 @@ class ReplicaGroup:
         # For a lost replica, torchft logs only stack traces of its internals.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         timeout = datetime.timedelta(seconds=timeout_s)
-        self._store, port = _listen(address)
+        descriptor, port = free_socket(address)
+        self._store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+        )
         self._has_healed = False
 
         def load_and_note(healed: dict[str, Any]) -> None:
@@ -176,12 +179,3 @@ def _bound_to(server: Callable[..., Any], address: str, **arguments: Any) -> Any
     host = f"[{address}]" if ":" in address else address
     port = arguments["bind"].rpartition(":")[2]
     return server(**{**arguments, "bind": f"{host}:{port}"})
-
-
-def _listen(address: str) -> tuple[TCPStore, int]:
-    """Returns a store for the rendezvous of replicas, on one address only, and its port."""
-    descriptor, port = free_socket(address)
-    store = TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
-    return store, port

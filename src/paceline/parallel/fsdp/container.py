@@ -23,7 +23,6 @@ through its outputs. A reentrant checkpoint frees its layers only after backward
 ``create_graph=True`` frees no layers until the backward pass that follows it.
 """
 
-import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -114,9 +113,14 @@ class FullyShardedDataParallel(DataParallelContainer):
         initialize: Callable[[nn.Module], None] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        _require_dtypes(
-            compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype
-        )
+        dtypes = {
+            "compute_dtype": compute_dtype,
+            "reduce_dtype": reduce_dtype,
+            "output_dtype": output_dtype,
+        }
+        for name, dtype in dtypes.items():
+            if dtype is not None and not dtype.is_floating_point:
+                raise UsageError(f"{name} must be a floating-point dtype, got {dtype}")
         if prefetch < 0:
             raise UsageError(f"prefetch must not be negative, got {prefetch}")
         on_meta = is_on_meta(module)
@@ -132,8 +136,9 @@ class FullyShardedDataParallel(DataParallelContainer):
         self._shard_group = sharded.shard_group
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
-        dtypes = f"compute_dtype {compute_dtype}, reduce_dtype {reduce_dtype}"
-        self._description = f"{dtypes}, prefetch {prefetch}"
+        self._description = (
+            f"compute_dtype {compute_dtype}, reduce_dtype {reduce_dtype}, prefetch {prefetch}"
+        )
         require_same_model(module, self._description, group, own_device)
         self._changes = Changes(self._group_reference, own_device)
         if not on_meta:
@@ -280,18 +285,11 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     """Casts the floating-point tensors in nested containers."""
     if dtype is None:
         return values
-    return tree_map_only(Tensor, functools.partial(_cast_tensor, dtype=dtype), values)
 
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _require_dtypes(**dtypes: torch.dtype | None) -> None:
-    """Raises if an option is not a floating-point dtype."""
-    for name, dtype in dtypes.items():
-        if dtype is not None and not dtype.is_floating_point:
-            raise UsageError(f"{name} must be a floating-point dtype, got {dtype}")
+    return tree_map_only(Tensor, cast, values)
 
 
 def _require_shardable(module: nn.Module) -> None:

@@ -81,14 +81,7 @@ class FoundUser:
     """Whether it is a layer by the policy, or by default an element of an `nn.ModuleList`."""
 
 
-def find_users(module: nn.Module, policy: WrapPolicy | None) -> Iterator[FoundUser]:
-    """Yields the modules whose forward needs full parameters, with the owners of these."""
-    if policy is not None:
-        policy.require_match(module)
-    yield from _find(module, "", set(), policy, is_element=False)
-
-
-def _find(
+def _find_users(
     module: nn.Module,
     path: str,
     seen: set[nn.Module],
@@ -96,6 +89,7 @@ def _find(
     *,
     is_element: bool,
 ) -> Iterator[FoundUser]:
+    """Yields the modules whose forward needs full parameters, with the owners of these."""
     if module in seen:
         return
     seen.add(module)
@@ -115,7 +109,7 @@ def _find(
         yield FoundUser(path=path, module=module, scope=scope, is_layer=False)
     for name, child in module.named_children():
         if child not in lists:
-            yield from _find(
+            yield from _find_users(
                 child,
                 f"{path}.{name}" if path else name,
                 seen,
@@ -189,7 +183,9 @@ def shard_module(
     Shards get the values of the parameters, or zeros for parameters on the meta device.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found = list(find_users(module, settings.policy))
+    if settings.policy is not None:
+        settings.policy.require_match(module)
+    found = list(_find_users(module, "", set(), settings.policy, is_element=False))
     kinds: dict[nn.Parameter, _Kind] = {}
     for number, user in enumerate(found):
         for _, _, parameter in _occurrences(user):

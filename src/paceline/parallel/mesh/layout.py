@@ -80,7 +80,9 @@ class MeshGroups:
         self.layout = layout
         self.device = device
         self.at = coordinates_of(rank, layout)
-        replicas, shards = _state_sizes(layout)
+        replicas, shards = layout.replicate, layout.shard * layout.context
+        if layout.sharding == "none":
+            replicas, shards = layout.replicate * layout.context, 1
         self._states = init_device_mesh(
             device.type,
             (layout.pipeline, replicas, shards, layout.tensor),
@@ -149,13 +151,6 @@ def describe(layout: ParallelLayout) -> str:
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     words += ["sequence parallel"] if layout.sequence_parallel else []
     return ", ".join(words) or "one rank"
-
-
-def _state_sizes(layout: ParallelLayout) -> tuple[int, int]:
-    """Returns the numbers of ranks over which states are replicated and sharded."""
-    if layout.sharding == "none":
-        return layout.replicate * layout.context, 1
-    return layout.replicate, layout.shard * layout.context
 
 
 def apply_layout(model: nn.Module, groups: MeshGroups, *, compile_blocks: bool = False) -> None:

@@ -369,7 +369,7 @@ class ShardedParameters:
     @property
     def are_in_flight(self) -> bool:
         """Whether a reader of some parameter has to wait."""
-        return any(flat.is_in_flight for flat in self.flats)
+        return any(flat.arriving.are_in_flight for flat in self.flats)
 
     def take_waits(self) -> list[tuple[Moment, Moment]]:
         """Returns and clears the recorded waits of readers for parameters."""

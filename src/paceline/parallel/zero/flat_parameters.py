@@ -291,11 +291,6 @@ class FlatParameters:
         self._versions = self._current_versions()
         self.arriving.start(start_all_gather(self.buffer, self.layout.borders, group))
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a reader of a parameter has to wait."""
-        return self.arriving.are_in_flight
-
     def wait(self) -> None:
         """Waits until all shards have arrived, if they are in flight."""
         self.arriving.wait()

@@ -192,7 +192,11 @@ def load_entries(
     load(wanted, storage_reader=reader, process_group=group, planner=planner)
     _require_layout(names, json.loads(wanted[layout_name]))
     lengths = None if stages is None else _joint_lengths(groups, names, stages)
-    load_options(groups, _unpack_groups(wanted[groups_name]), lengths)
+    saved = [
+        {name: _unpack(value) for name, value in group.items()}
+        for group in json.loads(wanted[groups_name])
+    ]
+    load_options(groups, saved, lengths)
 
 
 def _joint_lengths(
@@ -215,10 +219,6 @@ def _pack_lists(group: dict[str, Any]) -> dict[str, Any]:
     return {
         name: {_LIST: value} if isinstance(value, list) else value for name, value in group.items()
     }
-
-
-def _unpack_groups(text: str) -> list[dict[str, Any]]:
-    return [{name: _unpack(value) for name, value in group.items()} for group in json.loads(text)]
 
 
 def _unpack(value: Any) -> Any:

@@ -23,6 +23,7 @@ from paceline.parallel.zero.shard_optimizer import (
     STEP,
     ChangedOption,
     ShardOptimizer,
+    values_differ,
 )
 
 
@@ -202,7 +203,7 @@ def take_over_options(parts: Sequence[ShardOptimizer]) -> None:
     optimizers disagree are not copied.
     """
     for changes in _changes(parts):
-        if not _disagree(changes):
+        if not any(values_differ(change.value, changes[0].value) for change in changes):
             for change in changes:
                 change.take_over()
 
@@ -225,10 +226,3 @@ def _changes(parts: Sequence[ShardOptimizer]) -> list[list[ChangedOption]]:
         for change in part.changed_options():
             found.setdefault((id(change.outer), change.name), []).append(change)
     return list(found.values())
-
-
-def _disagree(changes: Sequence[ChangedOption]) -> bool:
-    first = changes[0].value
-    if isinstance(first, Tensor):
-        return any(not torch.equal(first, change.value) for change in changes)
-    return any(change.value != first for change in changes)

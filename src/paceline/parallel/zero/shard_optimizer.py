@@ -69,7 +69,7 @@ class Run:
                 return False
             for key, value in state.items():
                 is_single = key == STEP or not isinstance(value, Tensor) or value.dim() == 0
-                if is_single and _values_differ(value, first[key]):
+                if is_single and values_differ(value, first[key]):
                     return False
         return True
 
@@ -118,7 +118,8 @@ def _is_per_element(key: str, value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and key != STEP and value.shape == tensor.shape
 
 
-def _values_differ(value: Any, other: Any) -> bool:
+def values_differ(value: Any, other: Any) -> bool:
+    """Returns whether two states or options differ in value."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return not torch.equal(value, other)
     return bool(value != other)
@@ -195,8 +196,11 @@ class ShardOptimizer:
             self._runs |= {shard: run for run in runs for shard in run.shards}
             self._outer_groups.append(outer)
             self._given.append(_options(outer))
-            # An empty tensor if this rank has no shard: the optimizer may count in its groups.
-            tensors = [run.tensor for run in runs] or [_nothing_like(parameters[0])]
+            tensors = [run.tensor for run in runs]
+            if not tensors:
+                # This rank has no shard, but the optimizer may count steps in its groups.
+                like = parameters[0].detach()
+                tensors = [nn.Parameter(like.new_empty((0,) * max(1, like.dim())))]
             groups.append({**_options(outer), "params": tensors})
         if self.inner is None and groups:
             self.inner = self._make(groups)
@@ -220,7 +224,8 @@ class ShardOptimizer:
                     shard.tensor.grad = self._cut_gradient(shard)
             self.inner.step(**keywords)
             if self._cuts_gradients:
-                self.drop_gradients()
+                for shard in self.shards:
+                    shard.tensor.grad = None
         for flat in flats:
             flat.publish(self.group.get())
 
@@ -354,15 +359,6 @@ class ShardOptimizer:
         }
         groups = self.inner.state_dict()["param_groups"]
         self.inner.load_state_dict({"state": numbered, "param_groups": groups})
-
-    def drop_gradients(self) -> None:
-        """Sets the shards' gradients to None."""
-        for shard in self.shards:
-            shard.tensor.grad = None
-
-
-def _nothing_like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().new_empty((0,) * max(1, parameter.dim())))
 
 
 def _differs(value: Any, other: Any) -> bool:
