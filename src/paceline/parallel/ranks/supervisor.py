@@ -157,12 +157,12 @@ def supervise(
     """
     supervisor = _Supervisor(run_rank, num_ranks, hang_s, grace_s)
     policy = RestartPolicy(max_restarts)
-    untold: tuple[Restart, ...] = ()
+    unlogged: tuple[Restart, ...] = ()
     number = 0
     gc.freeze()  # Collecting existing objects in a rank would copy pages shared by the fork.
     with SignalForwarder() as requests:
         while True:
-            ending = supervisor.run_attempt(untold, requests)
+            ending = supervisor.run_attempt(unlogged, requests)
             if isinstance(ending, int):
                 return ending
             noticed_s = time.monotonic()
@@ -173,7 +173,7 @@ def supervise(
             if requests.come_within(verdict.pause_s):
                 return STOPPED
             if supervisor.heartbeats[0].num_steps:
-                untold = ()
+                unlogged = ()
             number += 1
             restart = Restart(
                 number=number,
@@ -182,7 +182,7 @@ def supervise(
                 noticed_s=noticed_s,
                 started_s=time.monotonic(),
             )
-            untold = (*untold, restart)
+            unlogged = (*unlogged, restart)
 
 
 class _Supervisor:
@@ -199,14 +199,16 @@ class _Supervisor:
         self._grace_s = grace_s
         self.heartbeats = Heartbeats.for_ranks(num_ranks)
 
-    def run_attempt(self, untold: tuple[Restart, ...], requests: SignalForwarder) -> Failure | int:
+    def run_attempt(
+        self, unlogged: tuple[Restart, ...], requests: SignalForwarder
+    ) -> Failure | int:
         """Runs all ranks once; returns their failure, or the exit code if none failed."""
         self.heartbeats.reset()
         ranks: dict[int, ForkedProcess] = {}
         with rendezvous_path() as path:
             try:
                 for rank in range(self._num_ranks):
-                    ranks[rank] = self._fork(rank, path, untold)
+                    ranks[rank] = self._fork(rank, path, unlogged)
                 return self._wait(ranks, requests)
             finally:
                 for process in ranks.values():
@@ -260,17 +262,17 @@ class _Supervisor:
             is_final=last.is_final,
         )
 
-    def _fork(self, rank: int, rendezvous: str, untold: tuple[Restart, ...]) -> ForkedProcess:
+    def _fork(self, rank: int, rendezvous: str, unlogged: tuple[Restart, ...]) -> ForkedProcess:
         sys.stdout.flush()
         sys.stderr.flush()
         parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_rank(rank, rendezvous, untold, parent_pid)
+            self._be_rank(rank, rendezvous, unlogged, parent_pid)
         return ForkedProcess(pid)
 
     def _be_rank(
-        self, rank: int, rendezvous: str, untold: tuple[Restart, ...], parent_pid: int
+        self, rank: int, rendezvous: str, unlogged: tuple[Restart, ...], parent_pid: int
     ) -> NoReturn:
         code: object = 1
         try:
@@ -290,7 +292,7 @@ class _Supervisor:
             }
             # torch has already read OMP_NUM_THREADS, at import.
             torch.set_num_threads(int(threads))
-            code = self._run_rank(untold)
+            code = self._run_rank(unlogged)
         except SystemExit as leaving:
             code = leaving.code
         finally:
