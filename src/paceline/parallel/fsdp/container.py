@@ -43,7 +43,6 @@ from paceline.parallel.contract import (
 )
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.fsdp.layers import (
-    LayerSettings,
     LoadsFullTensors,
     WrapPolicy,
     allocate_buffers,
@@ -146,15 +145,13 @@ class FullyShardedDataParallel(DataParallelContainer):
         self._traffic = Traffic(own_device)
         self._layers, users = shard_module(
             module,
-            LayerSettings(
-                sharded=sharded,
-                replicated=replicated,
-                device=own_device,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
-                policy=wrap,
-                traffic=self._traffic,
-            ),
+            wrap,
+            sharded=sharded,
+            replicated=replicated,
+            device=own_device,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            traffic=self._traffic,
         )
         self._agreed = self._trained_now()
         """Whether each parameter is trained, as all ranks last agreed."""

@@ -69,55 +69,6 @@ class WrapPolicy:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundUser:
-    """A module whose forward needs full parameters."""
-
-    path: str
-    module: nn.Module
-    scope: list[nn.Module]
-    """The modules whose own parameters it needs."""
-    is_layer: bool
-    """Whether it is a layer by the policy, or by default an element of an `nn.ModuleList`."""
-
-
-def _find_users(
-    module: nn.Module,
-    path: str,
-    seen: set[nn.Module],
-    policy: WrapPolicy | None,
-    *,
-    is_element: bool,
-) -> Iterator[FoundUser]:
-    """Yields the modules whose forward needs full parameters, with the owners of these."""
-    if module in seen:
-        return
-    seen.add(module)
-    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    is_layer = is_element and has_forward if policy is None else policy.is_layer(module)
-    if is_layer or isinstance(module, _READ_THEIR_CHILDREN):
-        if any(True for _ in module.parameters()):
-            seen.update(module.modules())
-            yield FoundUser(
-                path=path, module=module, scope=list(module.modules()), is_layer=is_layer
-            )
-        return
-    # Lists of parameters are never called; their parent module reads them in its own forward.
-    lists = [c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
-    scope = [module, *lists]
-    if any(True for part in scope for _ in part.parameters(recurse=False)):
-        yield FoundUser(path=path, module=module, scope=scope, is_layer=False)
-    for name, child in module.named_children():
-        if child not in lists:
-            yield from _find_users(
-                child,
-                f"{path}.{name}" if path else name,
-                seen,
-                policy,
-                is_element=isinstance(module, nn.ModuleList),
-            )
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LayerUser:
     """A module that needs full parameters while its forward runs."""
@@ -126,9 +77,13 @@ class LayerUser:
     module: nn.Module
     scope: list[nn.Module]
     """The modules whose own parameters it needs."""
-    layers: list[ShardedLayer]
+    is_layer: bool
+    """Whether it is a layer by the policy, or by default an element of an `nn.ModuleList`."""
+    layers: list[ShardedLayer] = dataclasses.field(default_factory=list)
     """Its own layers, and those of parameters that it shares with earlier modules."""
-    attributes: list[tuple[nn.Module, str, LayerParameter]]
+    attributes: list[tuple[nn.Module, str, LayerParameter]] = dataclasses.field(
+        default_factory=list
+    )
     """The module and attribute name of each of its parameters."""
 
     def show_full(self) -> None:
@@ -152,19 +107,6 @@ class LayerUser:
             parameter.require_in_place()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSettings:
-    """Settings for the creation of a container's layers."""
-
-    sharded: Sharding
-    replicated: Sharding
-    device: torch.device
-    compute_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    policy: WrapPolicy | None
-    traffic: Traffic
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kind:
     """The common properties of the parameters of one layer."""
@@ -176,49 +118,98 @@ class _Kind:
 
 
 def shard_module(
-    module: nn.Module, settings: LayerSettings
+    module: nn.Module,
+    policy: WrapPolicy | None,
+    *,
+    sharded: Sharding,
+    replicated: Sharding,
+    device: torch.device,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    traffic: Traffic,
 ) -> tuple[list[ShardedLayer], list[LayerUser]]:
     """Divides a module into layers, and replaces its parameters with shards.
 
     Shards get the values of the parameters, or zeros for parameters on the meta device.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    if settings.policy is not None:
-        settings.policy.require_match(module)
-    found = list(_find_users(module, "", set(), settings.policy, is_element=False))
+    if policy is not None:
+        policy.require_match(module)
+    users = list(_find_users(module, "", set(), policy, is_element=False))
     kinds: dict[nn.Parameter, _Kind] = {}
-    for number, user in enumerate(found):
+    for number, user in enumerate(users):
         for _, _, parameter in _occurrences(user):
-            kinds.setdefault(parameter, _kind(number, user, parameter, settings.policy))
+            kinds.setdefault(parameter, _kind(number, user, parameter, policy))
     by_kind: dict[_Kind, list[Named]] = defaultdict(list)
     for parameter, kind in kinds.items():
         by_kind[kind].append((names[parameter], parameter))
     homes: dict[nn.Parameter, tuple[ShardedLayer, LayerParameter]] = {}
     layers = []
     for kind, named in by_kind.items():
-        layer = _make_layer(kind, named, settings)
+        sharding = replicated if kind.user is None else sharded
+        parameters = [parameter for _, parameter in named]
+        layer = ShardedLayer(
+            lay_out(parameters, kind.dtype, device, sharding.num_shards),
+            named,
+            sharding=sharding,
+            compute_dtype=None if kind.is_plain else compute_dtype,
+            reduce_dtype=None if kind.is_plain else reduce_dtype,
+            is_plain=kind.is_plain,
+            traffic=traffic,
+        )
         layers.append(layer)
-        for position, (_, parameter) in enumerate(named):
+        for position, parameter in enumerate(parameters):
             homes[parameter] = (layer, layer.parameters[position])
             if not parameter.is_meta:
                 layer.take_values(position, parameter.detach())
-    users = [
-        LayerUser(
-            name=user.path,
-            module=user.module,
-            scope=user.scope,
-            layers=list(dict.fromkeys(homes[p][0] for _, _, p in _occurrences(user))),
-            attributes=[(owner, name, homes[p][1]) for owner, name, p in _occurrences(user)],
-        )
-        for user in found
-    ]
-    for one in users:
-        one.show_shards()
+    for user in users:
+        occurrences = _occurrences(user)
+        user.layers.extend(dict.fromkeys(homes[p][0] for _, _, p in occurrences))
+        user.attributes.extend((owner, name, homes[p][1]) for owner, name, p in occurrences)
+    for user in users:
+        user.show_shards()
     _require_no_other_references(module, names)
     return layers, users
 
 
-def _occurrences(user: FoundUser) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _find_users(
+    module: nn.Module,
+    path: str,
+    seen: set[nn.Module],
+    policy: WrapPolicy | None,
+    *,
+    is_element: bool,
+) -> Iterator[LayerUser]:
+    """Yields the modules whose forward needs full parameters, with the owners of these."""
+    if module in seen:
+        return
+    seen.add(module)
+    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    is_layer = is_element and has_forward if policy is None else policy.is_layer(module)
+    if is_layer or isinstance(module, _READ_THEIR_CHILDREN):
+        if any(True for _ in module.parameters()):
+            seen.update(module.modules())
+            yield LayerUser(
+                name=path, module=module, scope=list(module.modules()), is_layer=is_layer
+            )
+        return
+    # Lists of parameters are never called; their parent module reads them in its own forward.
+    lists = [c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
+    scope = [module, *lists]
+    if any(True for part in scope for _ in part.parameters(recurse=False)):
+        yield LayerUser(name=path, module=module, scope=scope, is_layer=False)
+    for name, child in module.named_children():
+        if child not in lists:
+            yield from _find_users(
+                child,
+                f"{path}.{name}" if path else name,
+                seen,
+                policy,
+                is_element=isinstance(module, nn.ModuleList),
+            )
+
+
+def _occurrences(user: LayerUser) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return [
         (owner, name, parameter)
         for owner in user.scope
@@ -228,29 +219,13 @@ def _occurrences(user: FoundUser) -> list[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _kind(
-    number: int, user: FoundUser, parameter: nn.Parameter, policy: WrapPolicy | None
+    number: int, user: LayerUser, parameter: nn.Parameter, policy: WrapPolicy | None
 ) -> _Kind:
     is_rest = policy is not None and policy.rest == "replicated" and not user.is_layer
     # A zero-dimensional parameter has no rows to shard.
     if is_rest or parameter.dim() == 0:
         return _Kind(user=None, dtype=parameter.dtype, is_plain=is_rest)
     return _Kind(user=number, dtype=parameter.dtype, is_plain=False)
-
-
-def _make_layer(kind: _Kind, named: list[Named], settings: LayerSettings) -> ShardedLayer:
-    sharding = settings.replicated if kind.user is None else settings.sharded
-    layout = lay_out(
-        [parameter for _, parameter in named], kind.dtype, settings.device, sharding.num_shards
-    )
-    return ShardedLayer(
-        layout,
-        named,
-        sharding=sharding,
-        compute_dtype=None if kind.is_plain else settings.compute_dtype,
-        reduce_dtype=None if kind.is_plain else settings.reduce_dtype,
-        is_plain=kind.is_plain,
-        traffic=settings.traffic,
-    )
 
 
 def _require_no_other_references(module: nn.Module, names: dict[nn.Parameter, str]) -> None:
