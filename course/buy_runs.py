@@ -37,7 +37,7 @@ from paceline.scaling.candidates import (
     propose_runs,
     require_target,
 )
-from paceline.scaling.design import Belief
+from paceline.scaling.design import Posterior
 from paceline.scaling.records import describe_design, design_record, run_record
 from paceline.scaling.surface import Array
 from paceline.scaling.sweep import Sweep
@@ -84,11 +84,11 @@ UNTUNED = RateLaw(level=float(np.log(6e-4)), slope=-0.15, curvature=0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Campaign:
-    """All purchases, the learning-rate law, and the belief about the surface."""
+    """All purchases, the learning-rate law, and the posterior about the surface."""
 
     purchases: tuple[Purchase, ...]
     rates: RateLaw
-    belief: Belief
+    posterior: Posterior
 
     @property
     def flops(self) -> float:
@@ -130,7 +130,9 @@ def run_campaign(service: TrainingService, budget: float, target: float) -> Camp
         for request in plan[: int(np.ceil(share * len(plan)))]:
             purchases = (*purchases, Purchase(request=request, loss=service.query(request).loss))
             left -= request.train_flops
-    return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
+    return Campaign(
+        purchases=purchases, rates=rates, posterior=learn_from(as_sweep(purchases, rates))
+    )
 
 
 def scout_learning_rates(service: TrainingService, budget: float) -> tuple[Purchase, ...]:
@@ -177,7 +179,7 @@ def as_sweep(purchases: tuple[Purchase, ...], rates: RateLaw) -> Sweep:
 
 
 def service_candidates(
-    belief: Belief, budget: float, target: float, rates: RateLaw
+    posterior: Posterior, budget: float, target: float, rates: RateLaw
 ) -> list[RunRequest]:
     """Returns the service's runs that are informative for a target, one per size and FLOPs."""
     sizes = _shapes()[0]
@@ -186,7 +188,7 @@ def service_candidates(
     for flops in TRAIN_FLOPS:
         if not FARTHEST_BELOW * target <= flops <= budget:
             continue
-        best = float(belief.surface.optimal_parameters(flops))
+        best = float(posterior.surface.optimal_parameters(flops))
         for size in ladder:
             request = shape_request(size, flops, rates.best(size))
             if is_near(request.parameters, best):
@@ -239,10 +241,10 @@ def main() -> int:
     except PacelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 + isinstance(error, UsageError)
-    belief = campaign.belief
-    for record in (*campaign.records(), design_record(belief, arguments.target)):
+    posterior = campaign.posterior
+    for record in (*campaign.records(), design_record(posterior, arguments.target)):
         print(msgspec.json.encode(record).decode())
-    print(f"best {describe_design(belief, arguments.target)}", file=sys.stderr)
+    print(f"best {describe_design(posterior, arguments.target)}", file=sys.stderr)
     return 0
 
 

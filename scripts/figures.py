@@ -25,6 +25,7 @@ from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
 from paceline.data.inspect import DocumentLengths
 from paceline.lab.chaos.records import FAULT
+from paceline.loop.demo import draw_demo
 from paceline.planner.goodput.options import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
 from paceline.planner.goodput.scenario import best_interval_s, goodput, interruption_interval_s
 from paceline.planner.goodput.simulate import GOODPUT, REPLAY
@@ -55,7 +56,6 @@ from paceline.reports.tables.reliability import (
 )
 from paceline.reports.tables.table import Table, View, records_table, render_markdown
 from paceline.training.panel import Progress, RunPanel
-from paceline.workflows.demo import draw_demo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

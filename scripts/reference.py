@@ -14,7 +14,7 @@ import pathlib
 import re
 import sys
 
-from paceline.workflows.sweep.run_config import DECIDED
+from paceline.loop.run_config import DECIDED
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "paceline"

@@ -12,15 +12,15 @@ import pathlib
 import msgspec
 import numpy as np
 
+from paceline.loop.directory import LoopDirectory
+from paceline.loop.executors import LocalExecutor
+from paceline.loop.sweep_design import PlannedRun, SweepSpec, find_shape, planned_run
+from paceline.loop.sweep_directory import SweepDirectory
+from paceline.loop.sweep_rules import Rule
+from paceline.loop.sweep_task import make_task
 from paceline.records.environment import threads_per_rank
 from paceline.scaling.model_shapes import rule_of_thumb_parameters
 from paceline.training.toml_config import read_config
-from paceline.workflows.loop.directory import LoopDirectory
-from paceline.workflows.sweep.design import PlannedRun, Question, find_shape, planned_run
-from paceline.workflows.sweep.directory import SweepDirectory
-from paceline.workflows.sweep.executors.local import LocalExecutor
-from paceline.workflows.sweep.rules import Rule
-from paceline.workflows.sweep.task import RunTask
 from studies.harness.study import study_parser
 
 RANDOM, RULE = "random", "rule"
@@ -43,42 +43,42 @@ def main() -> None:
     outcome = loop.outcome()
     if outcome is None:
         parser.error(f"{arguments.loop} has not ended")
-    question = loop.question().sweep
+    spec = loop.spec().sweep
     flops = outcome.run_flops
     # Longest run first, so that no core idles at the end.
-    runs = [_rule_run(question, flops), *_random_runs(question, flops / _NUM_RANDOM)]
+    runs = [_rule_run(spec, flops), *_random_runs(spec, flops / _NUM_RANDOM)]
     directory = SweepDirectory(arguments.work)
-    state = directory.begin(question, read_config(arguments.config))
+    state = directory.begin(spec, read_config(arguments.config))
     directory.keep(msgspec.structs.replace(state, runs=tuple(runs)))
     _make(directory, runs)
     rows = [msgspec.json.encode(row) + b"\n" for row in directory.rows(RANDOM, RULE)]
     arguments.store.write_bytes(b"".join(rows))
 
 
-def _random_runs(question: Question, flops: float) -> list[PlannedRun]:
+def _random_runs(spec: SweepSpec, flops: float) -> list[PlannedRun]:
     """Returns runs of random sizes and learning rates, both log-uniform."""
-    generator = np.random.default_rng(question.seed)
+    generator = np.random.default_rng(spec.seed)
     middle = rule_of_thumb_parameters(flops)
     runs: list[PlannedRun] = []
     while len(runs) < _NUM_RANDOM:
         size = middle * _SIZES ** generator.uniform(-1, 1)
         rate = float(np.exp(generator.uniform(*np.log(_RATES))))
-        shape = find_shape(question, size)
+        shape = find_shape(spec, size)
         if shape is None:
             continue
         name = f"{RANDOM}-{len(runs) + 1:02d}"
-        run = planned_run(question, name, RANDOM, shape, flops, Rule())
-        if question.most_tokens is None or run.tokens <= question.most_tokens:
+        run = planned_run(spec, name, RANDOM, shape, flops, Rule())
+        if spec.most_tokens is None or run.tokens <= spec.most_tokens:
             runs.append(_with_rate(run, rate))
     return sorted(runs, key=lambda run: -run.steps)
 
 
-def _rule_run(question: Question, flops: float) -> PlannedRun:
+def _rule_run(spec: SweepSpec, flops: float) -> PlannedRun:
     """Returns a run of the model with 20 tokens per parameter."""
-    shape = find_shape(question, rule_of_thumb_parameters(flops))
+    shape = find_shape(spec, rule_of_thumb_parameters(flops))
     if shape is None:
         raise SystemExit(f"no model has 20 tokens per parameter with {flops:.3g} FLOPs")
-    return _with_rate(planned_run(question, RULE, RULE, shape, flops, Rule()), _USUAL_RATE)
+    return _with_rate(planned_run(spec, RULE, RULE, shape, flops, Rule()), _USUAL_RATE)
 
 
 def _with_rate(run: PlannedRun, rate: float) -> PlannedRun:
@@ -88,13 +88,7 @@ def _with_rate(run: PlannedRun, rate: float) -> PlannedRun:
 
 def _make(directory: SweepDirectory, runs: list[PlannedRun]) -> None:
     tasks = [
-        RunTask(
-            label=run.name,
-            directory=str(directory.run_directory(run)),
-            config=str(directory.write_config(run)),
-            ranks=1,
-            threads=threads_per_rank(_AT_ONCE),
-        )
+        make_task(run.name, directory.run_config(run), ranks=1, threads=threads_per_rank(_AT_ONCE))
         for run in directory.open_runs(runs)
     ]
     for label in LocalExecutor(_AT_ONCE).run(tasks):

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.loop.choose import fit_sweep
+from paceline.loop.directory import SWEEP_ENTRIES, LoopDirectory, Outcome
+from paceline.loop.sweep_directory import RunRow
 from paceline.predict.history import HistoryEntry, coverage
 from paceline.records import RecordStore
 from paceline.reports.plots.scaling_laws import plot_errors, plot_target
@@ -18,9 +21,6 @@ from paceline.reports.plots.style import dark
 from paceline.reports.tables.predictions import WRITTEN, coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.scaling.candidates import learn_from
-from paceline.workflows.loop.choose import fit_sweep
-from paceline.workflows.loop.directory import SWEEP_ENTRIES, LoopDirectory, Outcome
-from paceline.workflows.sweep.directory import RunRow
 from studies.harness.docs import RESULTS, publish
 from studies.loop.baselines import RANDOM, RULE
 
@@ -57,7 +57,7 @@ def _seeds_table() -> Table:
         assert model is not None
         rows.append(
             (
-                str(each.question().seed),
+                str(each.spec().seed),
                 f"{model.run.parameters:,}",
                 f"{model.run.tokens:,}",
                 f"{model.extrapolation:.1f}x",
@@ -162,8 +162,8 @@ def draw_target() -> "Figure":
     assert model is not None
     loss = heldout_loss(_outcome(directory))
     found = fit_sweep(directory.sweep)
-    belief, budget = learn_from(found.runs), directory.question().budget
-    return plot_target(found, belief, budget, model.loss, loss)
+    posterior, budget = learn_from(found.runs), directory.spec().budget
+    return plot_target(found, posterior, budget, model.loss, loss)
 
 
 def draw_errors() -> "Figure":

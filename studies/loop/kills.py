@@ -12,9 +12,9 @@ import random
 import subprocess
 import sys
 
+from paceline.loop.directory import LoopDirectory
+from paceline.loop.sweep_directory import ENDED
 from paceline.training.run_directory import audit_run
-from paceline.workflows.loop.directory import LoopDirectory
-from paceline.workflows.sweep.directory import ENDED
 from studies.harness.records import FaultRecords
 from studies.harness.study import PACELINE, study_parser
 from studies.loop.figures import heldout_loss
@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     uninterrupted, killed = LoopDirectory(arguments.uninterrupted), LoopDirectory(arguments.work)
-    question = uninterrupted.question()
+    spec = uninterrupted.spec()
     command = [*PACELINE, "loop", str(arguments.config)]
-    command += ["--budget", f"{question.budget:g}", "--exploration", f"{question.exploration:g}"]
-    command += ["--seed", str(question.seed), "--out", str(killed.path)]
+    command += ["--budget", f"{spec.budget:g}", "--exploration", f"{spec.exploration:g}"]
+    command += ["--seed", str(spec.seed), "--out", str(killed.path)]
     command += ["--at-once", str(uninterrupted.sweep.state().at_once or 1)]
     history = killed.path.with_name(f"{killed.path.name}-history.jsonl")
     environment = os.environ | {"PACELINE_HISTORY": str(history)}

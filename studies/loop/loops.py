@@ -9,7 +9,7 @@ directory.
 import pathlib
 import shutil
 
-from paceline.workflows.loop.directory import LAYOUT, MODEL, OUTCOME, PAGE, SWEEP_ENTRIES
+from paceline.loop.directory import LAYOUT, MODEL, OUTCOME, PAGE, SWEEP_ENTRIES
 from studies.harness.study import run_paceline, study_parser
 
 KEPT = (

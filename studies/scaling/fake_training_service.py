@@ -37,7 +37,7 @@ from training_service import TRAIN_FLOPS, Reply, RunRequest, ServiceError, Train
 
 from paceline.core.errors import UsageError
 from paceline.scaling.candidates import EXPECTED_NOISE, FARTHEST_BELOW, REACH, learn_from
-from paceline.scaling.design import prior_belief
+from paceline.scaling.design import published_prior
 from paceline.scaling.surface import LossSurface
 
 
@@ -124,14 +124,16 @@ def uniform_campaign(service: TrainingService, budget: float, target: float) -> 
         more = int(left // flops)
         num_sizes[flops] += more
         left -= more * flops
-    surface = prior_belief(EXPECTED_NOISE).surface
+    surface = published_prior(EXPECTED_NOISE).surface
     for flops, count in num_sizes.items():
         for size in float(surface.optimal_parameters(flops)) * np.geomspace(
             1 / REACH, REACH, count
         ):
             request = shape_request(size, flops, rates.best(size))
             purchases = (*purchases, Purchase(request=request, loss=service.query(request).loss))
-    return Campaign(purchases=purchases, rates=rates, belief=learn_from(as_sweep(purchases, rates)))
+    return Campaign(
+        purchases=purchases, rates=rates, posterior=learn_from(as_sweep(purchases, rates))
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ def design_study(
             ),
         }
         for name, campaign in campaigns.items():
-            found = float(campaign.belief.surface.optimal_parameters(target))
+            found = float(campaign.posterior.surface.optimal_parameters(target))
             errors[name].append(float(np.log(found / best)))
     return {name: _design_error(np.abs(values)) for name, values in errors.items()}
 

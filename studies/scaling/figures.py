@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.records import Record, RecordStore
+from paceline.records.schema import with_interval
 from paceline.reports.plots.scaling_laws import SCALING_PLOTS, plot_laws
-from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import Table
 from paceline.scaling import fit, read_sweep, synthetic_sweep
 from paceline.scaling.fits.all_methods import ScalingFit

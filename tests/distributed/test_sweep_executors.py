@@ -14,11 +14,10 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.lab.slurm import missing_packages, start_slurm, stop_slurm
+from paceline.loop.executors import Executor, LocalExecutor
+from paceline.loop.sweep_task import RunTask, has_ended
 from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
-from paceline.workflows.sweep.executors import Executor
-from paceline.workflows.sweep.executors.local import LocalExecutor
-from paceline.workflows.sweep.task import RunTask, has_ended
 from tests.distributed.slurm_cluster import lose_node, slurm_client
 from tests.distributed.small_runs import changed, small_run
 from tests.processes import children_of, until
@@ -48,9 +47,9 @@ def _tasks(place: pathlib.Path, number: int, steps: int = 3) -> list[RunTask]:
     return tasks
 
 
-def _ending(task: RunTask) -> dict[str, Any]:
-    ending: dict[str, Any] = json.loads((pathlib.Path(task.directory) / "ended.json").read_text())
-    return ending
+def _result(task: RunTask) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((pathlib.Path(task.directory) / "ended.json").read_text())
+    return result
 
 
 def _last_step(task: RunTask) -> int:
@@ -66,7 +65,7 @@ def _run_to_the_end(executor: Callable[[], Executor], tasks: list[RunTask]) -> N
         if missing:
             list(executor().run(missing))
     for task in tasks:
-        assert _ending(task)["outcome"] == "ok", task
+        assert _result(task)["outcome"] == "ok", task
         assert audit_run(pathlib.Path(task.directory)) == (_STEPS, [])
 
 
@@ -90,9 +89,9 @@ def test_runs_end_well_badly_or_not_at_all(tmp_path: pathlib.Path) -> None:
     ended = list(LocalExecutor(2).run([good, bad, killed]))
     killer.join()
     assert sorted(ended) == [good.label, bad.label]
-    assert _ending(good)["outcome"] == "ok"
-    assert _ending(bad)["outcome"] == "failed"
-    assert "learning_rate -1.0 must be positive" in _ending(bad)["reason"]
+    assert _result(good)["outcome"] == "ok"
+    assert _result(bad)["outcome"] == "failed"
+    assert "learning_rate -1.0 must be positive" in _result(bad)["reason"]
     assert not has_ended(killed)
 
 
@@ -142,7 +141,7 @@ def slurm(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_slurm_goes_on_without_a_node(slurm: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    from paceline.workflows.sweep.executors.slurm import SlurmExecutor
+    from paceline.loop.executors import SlurmExecutor
 
     tasks = _tasks(tmp_path, 4, _STEPS)
 
@@ -171,7 +170,7 @@ def test_ray_starts_the_run_of_a_killed_worker_again(tmp_path: pathlib.Path) -> 
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    from paceline.workflows.sweep.executors.ray import RayExecutor
+    from paceline.loop.executors import RayExecutor
 
     tasks = _tasks(tmp_path, 3, _STEPS)
     with pytest.MonkeyPatch.context() as patch:
@@ -209,7 +208,7 @@ def test_ray_starts_the_run_of_a_killed_worker_again(tmp_path: pathlib.Path) -> 
 def test_missing_packages_name_their_extra(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.workflows.sweep.executors.slurm import SlurmExecutor
+    from paceline.loop.executors import SlurmExecutor
 
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UsageError, match=r"paceline\[slurm\]"):

@@ -8,8 +8,8 @@ import shlex
 import pytest
 from rich.console import Console
 
+from paceline.loop.demo import read_outcome
 from paceline.reports.tables.predictions import outcome_table
-from paceline.workflows.demo import read_outcome
 from tests.processes import paceline
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -120,7 +120,7 @@ EXPORTS = {
 }
 TORCH_FREE_ROOMS = (
     *("core", "records", "accounting", "predict", "planner", "scaling", "lab", "reports"),
-    *("workflows", "course", "cli"),
+    *("loop", "course", "cli"),
 )
 
 

@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paceline.accounting.intervals import bootstrap_medians
 from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
@@ -121,7 +122,14 @@ def fit_collective(samples: Mapping[int, Sequence[float]]) -> CollectiveFit:
     sizes = np.array(sorted(samples), dtype=np.float64)
     times = np.array([np.median(samples[int(size)]) for size in sizes])
     cuts = min(_possible_cuts(len(sizes)), key=lambda cuts: _criterion(sizes, times, cuts))
-    draws = _bootstrap_medians([np.asarray(samples[int(size)]) for size in sizes])
+    generator = np.random.default_rng(0)
+    draws = np.stack(
+        [
+            bootstrap_medians(np.asarray(samples[int(size)]), _BOOTSTRAP_DRAWS, generator)
+            for size in sizes
+        ],
+        axis=1,
+    )
     segments = []
     errors = []
     for part in _parts(cuts, len(sizes)):
@@ -218,15 +226,6 @@ def _fit_constant(times: Array) -> Array:
     """Fits one time, independent of the size, to each row of times."""
     weights = 1 / times
     return np.asarray(weights.sum(1) / (weights**2).sum(1))
-
-
-def _bootstrap_medians(samples: Sequence[Array]) -> Array:
-    generator = np.random.default_rng(0)
-    medians = []
-    for values in samples:
-        drawn = generator.integers(len(values), size=(_BOOTSTRAP_DRAWS, len(values)))
-        medians.append(np.median(values[drawn], axis=1))
-    return np.stack(medians, axis=1)
 
 
 def _interval(value: float, draws: Array) -> Estimate:

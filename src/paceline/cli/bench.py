@@ -86,8 +86,8 @@ class LayoutCommand(SweepCommand[LayoutSweep]):
     def predictions(self, records: "list[Record]") -> "Iterator[Record]":
         """Yields the planner's predictions if a calibration is given."""
         if self.calibration is not None:
+            from paceline.benchmarks.layout_predictions import layout_predictions
             from paceline.records import RecordStore
-            from paceline.workflows.layout_predictions import layout_predictions
 
             yield from layout_predictions(records, RecordStore(self.calibration).read())
 

@@ -69,8 +69,8 @@ class DemoCommand:
     def run(self) -> int:
         """Runs the demo and prints its results."""
         from paceline.core.processes import termination_as_exit
+        from paceline.loop.demo import PROMPT, Demo
         from paceline.reports.tables.predictions import outcome_table
-        from paceline.workflows.demo import PROMPT, Demo
 
         if self.out.exists():
             raise UsageError(f"{self.out} already exists; name another directory with --out")

@@ -167,7 +167,7 @@ class TrainCommand:
 
 def _forecast_text(predicted: "Forecast", memory: "MemoryParts") -> str:
     from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
-    from paceline.reports.tables.columns import with_interval
+    from paceline.records.schema import with_interval
 
     lines = [
         f"parameters  {predicted.num_parameters:,}",

@@ -10,13 +10,13 @@ Records of predicted steps, and their join with measurements for the backtest.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.accounting.intervals import conformal_quantile
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.specs import BatchShape, ModelShape
@@ -42,7 +42,6 @@ GROUPS: Groups = {
 }
 """Groups for the step of a data-parallel strategy."""
 
-COVERAGE = 0.9
 _PRIOR_SPREAD = 0.5
 _ERROR_SPREAD = 0.08
 _LEAST_FACTOR = 0.1
@@ -131,14 +130,8 @@ def fit_correction(cases: Sequence[BacktestCase], groups: Groups = GROUPS) -> Co
     return Correction(
         groups=groups,
         factors=dict(zip(groups, factors.tolist(), strict=True)),
-        log_error=covering_error(errors.tolist()),
+        log_error=conformal_quantile(errors),
     )
-
-
-def covering_error(errors: Sequence[float]) -> float:
-    """Returns the conformal 90% quantile of errors, which counts the next case as one more."""
-    rank = min(len(errors) - 1, math.ceil(COVERAGE * (len(errors) + 1)) - 1)
-    return sorted(errors)[rank]
 
 
 def leave_one_out(

@@ -8,7 +8,7 @@ reasons to doubt a measured number.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -67,6 +67,13 @@ class Metric(
     def from_estimate(cls, estimate: Estimate) -> "Metric":
         """Converts an `estimate`, for example from a plan, to a metric with the same interval."""
         return cls(value=estimate.value, low=estimate.low, high=estimate.high)
+
+
+def with_interval(number: Metric | Estimate, write: Callable[[float], str]) -> str:
+    """Formats a number, with its interval if it has one."""
+    if number.low is None or number.high is None:
+        return write(number.value)
+    return f"{write(number.value)} ({write(number.low)} to {write(number.high)})"
 
 
 def _require_finite(numbers: Sequence[float]) -> None:

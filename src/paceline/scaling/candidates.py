@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from paceline.core.errors import UsageError
-from paceline.scaling.design import Belief, choose, learn, prior_belief
+from paceline.scaling.design import Posterior, choose, learn, published_prior
 from paceline.scaling.readers import read_rows
 from paceline.scaling.surface import tokens_for
 from paceline.scaling.sweep import Sweep, positive_number, run_size
@@ -132,10 +132,10 @@ def propose_runs(
     return [new[index] for index in chosen]
 
 
-def learn_from(known: Sweep | None) -> Belief:
-    """Returns the belief about the surface from known runs, or the prior without any."""
+def learn_from(known: Sweep | None) -> Posterior:
+    """Returns the posterior about the surface from known runs, or the prior without any."""
     if known is None:
-        return prior_belief(EXPECTED_NOISE)
+        return published_prior(EXPECTED_NOISE)
     return learn(known.parameters, known.tokens, known.loss, EXPECTED_NOISE)
 
 

@@ -1,11 +1,10 @@
 """Decides what to train with a budget, with intervals and the cost of a wrong size.
 
-The cost of a wrong model size: the share of its FLOPs that the best model would save.
-
-If the chosen method is a surface, the surface prices every size directly. If it is a power law, a
-size off by a factor f has loss L* (1 + bend log(f)^2), where bend is the median curvature of the
-budgets' parabolas relative to their minimum loss. The best model reaches that loss with compute C',
-found by inverting the fitted law L(C), and the waste is 1 - C'/C.
+The cost is the fraction of its FLOPs that the best model would save. If the chosen method is a
+surface, the surface prices every size. If it is a power law, a size off by a factor f has loss
+L* (1 + bend log(f)^2), where bend is the median curvature of the budgets' parabolas relative to
+their minimum loss. The best model reaches that loss with compute C', found by inverting the fitted
+law L(C), and the waste is 1 - C'/C.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Chooses the run that most reduces the variance of the predicted optimum per FLOP.
 
-The belief about the surface is a normal distribution around the most probable one: a broad prior
+The posterior about the surface is a normal distribution around the most probable one: a broad prior
 from published fits, updated with the runs so far. A planned run adds a known amount of information
 regardless of its loss, so the variance of log N at the target after the run is known in advance.
 Runs far from the optimum carry little information about it; tiny runs are cheap but far from the
@@ -11,9 +11,10 @@ import dataclasses
 
 import numpy as np
 
+from paceline.accounting.intervals import NORMAL_90
 from paceline.core.plan import Estimate
 from paceline.scaling.fits.least_squares import Linearization, Rows, minimize
-from paceline.scaling.surface import Array, LossSurface, compute_for
+from paceline.scaling.surface import Array, LossSurface, compute_for, tokens_for
 
 # N and D at which the two reducible terms are parameterised; both terms are of order one there.
 REFERENCE = (1e8, 2e9)
@@ -36,14 +37,12 @@ _LARGEST_STEP = 2.0
 _NOISE_ROUNDS = 3
 # The precision of printed losses; less noise than this would make the matrices singular.
 _LEAST_NOISE = 1e-5
-_NORMAL_90 = 1.645
-"""Half-width of a 90% interval of a normal distribution, in standard deviations."""
 _THRIFT = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Belief:
-    """Belief about a surface: mean and covariance of its coefficients."""
+class Posterior:
+    """The distribution of a surface given runs: mean and covariance of its coefficients."""
 
     mean: Array
     covariance: Array
@@ -54,6 +53,17 @@ class Belief:
     def surface(self) -> LossSurface:
         """The most probable surface."""
         return _surface(self.mean)
+
+    def best_parameters(self, compute: float) -> Estimate:
+        """Returns the best N for a budget, with its 90% interval."""
+        size = float(self.surface.optimal_parameters(compute))
+        factor = float(np.exp(NORMAL_90 * self.log_size_deviation(compute)))
+        return Estimate(value=size, low=size / factor, high=size * factor)
+
+    def best_loss(self, compute: float) -> Estimate:
+        """Returns the loss of the best model for a budget, with the 90% interval of one run."""
+        size = float(self.surface.optimal_parameters(compute))
+        return self.loss(size, float(tokens_for(compute, size)))
 
     def log_size_deviation(self, compute: float) -> float:
         """Returns the standard deviation of log N at a budget."""
@@ -66,17 +76,17 @@ class Belief:
         size = np.array([parameters]), np.array([tokens])
         slope = self.surface.log_slopes(*size, REFERENCE)[0]
         deviation = float(np.sqrt(self.noise**2 + max(float(slope @ self.covariance @ slope), 0.0)))
-        spread = float(np.exp(_NORMAL_90 * deviation))
+        spread = float(np.exp(NORMAL_90 * deviation))
         return Estimate(value=value, low=value / spread, high=value * spread)
 
 
-def prior_belief(noise: float) -> Belief:
-    """Returns the belief before any run, based on published surfaces for text."""
-    return Belief(mean=_PRIOR_MEAN, covariance=np.diag(_PRIOR_DEVIATION**2), noise=noise)
+def published_prior(noise: float) -> Posterior:
+    """Returns the distribution before any run, which covers published surfaces for text."""
+    return Posterior(mean=_PRIOR_MEAN, covariance=np.diag(_PRIOR_DEVIATION**2), noise=noise)
 
 
-def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief:
-    """Returns the belief after combining the prior with runs.
+def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Posterior:
+    """Returns the posterior after combining the prior with runs.
 
     The noise is estimated from the residuals if there are enough runs; otherwise it is `noise`.
     """
@@ -88,27 +98,32 @@ def learn(parameters: Array, tokens: Array, loss: Array, noise: float) -> Belief
         if freedom >= len(mean):
             noise = max(float(np.sqrt((residual**2).sum() / freedom)), _LEAST_NOISE)
     covariance = np.asarray(np.linalg.inv(prior.T @ prior + information), dtype=np.float64)
-    return Belief(mean=mean, covariance=covariance, noise=noise)
+    return Posterior(mean=mean, covariance=covariance, noise=noise)
 
 
-def variance_reductions(belief: Belief, slopes: Array, compute: float) -> Array:
+def variance_reductions(posterior: Posterior, slopes: Array, compute: float) -> Array:
     """Returns the reduction of the variance of log N at a budget by each candidate run.
 
     `slopes` are the derivatives of each run's log loss with respect to the coefficients.
     """
-    spread = slopes @ belief.covariance
-    total = belief.noise**2 + np.einsum("ni,ni->n", spread, slopes)
-    return np.asarray((spread @ _optimum_slope(belief.mean, compute)) ** 2 / total)
+    spread = slopes @ posterior.covariance
+    total = posterior.noise**2 + np.einsum("ni,ni->n", spread, slopes)
+    return np.asarray((spread @ _optimum_slope(posterior.mean, compute)) ** 2 / total)
 
 
-def after_buying(belief: Belief, parameters: float, tokens: float) -> Belief:
-    """Returns the belief after a planned run: a smaller covariance with the same mean."""
+def after_buying(posterior: Posterior, parameters: float, tokens: float) -> Posterior:
+    """Returns the posterior after a planned run: a smaller covariance with the same mean."""
     run = np.array([parameters]), np.array([tokens])
-    return _after(belief, belief.surface.log_slopes(*run, REFERENCE)[0])
+    return _after(posterior, posterior.surface.log_slopes(*run, REFERENCE)[0])
 
 
 def choose(
-    belief: Belief, parameters: Array, tokens: Array, cost: Array, compute: float, budget: float
+    posterior: Posterior,
+    parameters: Array,
+    tokens: Array,
+    cost: Array,
+    compute: float,
+    budget: float,
 ) -> list[int]:
     """Returns the indices of the candidates to buy within a budget, in the order of selection.
 
@@ -116,13 +131,13 @@ def choose(
     `compute`, given the previous ones, per cost raised to a power. Several powers are tried, from
     0 (ignore the cost) to 1, and the plan that leaves the least variance is returned.
     """
-    slopes = belief.surface.log_slopes(parameters, tokens, REFERENCE)
-    plans = [_greedy(belief, slopes, cost, compute, budget, thrift) for thrift in _THRIFT]
+    slopes = posterior.surface.log_slopes(parameters, tokens, REFERENCE)
+    plans = [_greedy(posterior, slopes, cost, compute, budget, thrift) for thrift in _THRIFT]
     return min(plans, key=lambda plan: plan[1])[0]
 
 
 def _greedy(
-    belief: Belief, slopes: Array, cost: Array, compute: float, budget: float, thrift: float
+    posterior: Posterior, slopes: Array, cost: Array, compute: float, budget: float, thrift: float
 ) -> tuple[list[int], float]:
     """Returns the candidates of one plan, and the remaining deviation of log N."""
     chosen: list[int] = []
@@ -131,19 +146,21 @@ def _greedy(
     while True:
         is_open &= cost <= budget
         if not is_open.any():
-            return chosen, belief.log_size_deviation(compute)
-        gain = variance_reductions(belief, slopes, compute)
+            return chosen, posterior.log_size_deviation(compute)
+        gain = variance_reductions(posterior, slopes, compute)
         best = int(np.where(is_open, gain / price, -1.0).argmax())
         chosen.append(best)
         is_open[best] = False
         budget -= float(cost[best])
-        belief = _after(belief, slopes[best])
+        posterior = _after(posterior, slopes[best])
 
 
-def _after(belief: Belief, slope: Array) -> Belief:
-    spread = belief.covariance @ slope
-    covariance = belief.covariance - np.outer(spread, spread) / (belief.noise**2 + slope @ spread)
-    return dataclasses.replace(belief, covariance=covariance)
+def _after(posterior: Posterior, slope: Array) -> Posterior:
+    spread = posterior.covariance @ slope
+    covariance = posterior.covariance - np.outer(spread, spread) / (
+        posterior.noise**2 + slope @ spread
+    )
+    return dataclasses.replace(posterior, covariance=covariance)
 
 
 def _optimum_slope(mean: Array, compute: float) -> Array:

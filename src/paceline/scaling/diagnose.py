@@ -2,8 +2,6 @@
 
 Each check is a function that yields the findings of one pitfall. Thresholds are set where the
 answer moves by more than a few per cent, not at the limit of statistical detection.
-
-Findings about the runs: runs left out, inconsistent FLOPs, missing sizes and budgets.
 """
 
 import dataclasses
@@ -31,17 +29,46 @@ _SMALLEST_SPAN = 10.0
 _FEWEST_SIZES = 5
 _COMPUTE_TOLERANCE = 0.02
 _USUAL_METHOD = "parametric"
+_BIAS = 0.02
+_OUTLYING_DEVIATIONS = 6.0
+_SMALLEST_OUTLIER = 0.005
+_FARTHEST = 30.0
+_IRREDUCIBLE_SHARE = 0.8
+_DISAGREEMENT = 1.25
+_WIDEST = 3.0
+_MOST_FAILED = 0.05
+_UNANNEALED = 0.01
 
 
-def diagnose_runs(fit: ScalingFit) -> list[Finding]:
-    """Returns problems with the runs that do not depend on the target budgets."""
-    return [
+def diagnose(
+    fit: ScalingFit, compute: Sequence[float], level: float = DEFAULT_LEVEL
+) -> list[Finding]:
+    """Returns problems with a fit and with extrapolating it to the given budgets.
+
+    Args:
+        fit: The fits of all methods.
+        compute: The budgets in FLOPs.
+        level: Coverage probability of the intervals that are compared.
+    """
+    targets = np.asarray(compute, dtype=np.float64)
+    findings = [
         *_left_out(fit),
         *_method_choice(fit),
         *_compute_counting(fit.sweep),
         *_budgets(fit),
         *_edges(fit),
     ]
+    if fit.has_surface:
+        findings += [
+            *_outliers(fit),
+            *_misspecification(fit),
+            *_curves(fit),
+            *_method_bias(fit, targets),
+            *_determination(fit, targets, level),
+            *_distance(fit, targets),
+            *_disagreement(fit, targets, level),
+        ]
+    return findings
 
 
 def _left_out(fit: ScalingFit) -> Iterator[Finding]:
@@ -114,7 +141,7 @@ def _budgets(fit: ScalingFit) -> Iterator[Finding]:
     if thin:
         yield Finding(
             name="too_few_sizes",
-            message=f"fewer than {_FEWEST_SIZES} sizes at {listed(thin)} FLOPs: no point is left "
+            message=f"fewer than {_FEWEST_SIZES} sizes at {_listed(thin)} FLOPs: no point is left "
             "to check the parabola",
             remedy="add sizes there, on both sides of the lowest run",
         )
@@ -132,46 +159,10 @@ def _edges(fit: ScalingFit) -> Iterator[Finding]:
             )
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Joins the first four names, and counts the rest."""
     shown = ", ".join(names[:4])
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
-
-
-_BIAS = 0.02
-_OUTLYING_DEVIATIONS = 6.0
-_SMALLEST_OUTLIER = 0.005
-_FARTHEST = 30.0
-_IRREDUCIBLE_SHARE = 0.8
-_DISAGREEMENT = 1.25
-_WIDEST = 3.0
-_MOST_FAILED = 0.05
-_UNANNEALED = 0.01
-
-
-def diagnose(
-    fit: ScalingFit, compute: Sequence[float], level: float = DEFAULT_LEVEL
-) -> list[Finding]:
-    """Returns problems with a fit and with extrapolating it to the given budgets.
-
-    Args:
-        fit: The fits of all methods.
-        compute: The budgets in FLOPs.
-        level: Coverage probability of the intervals that are compared.
-    """
-    targets = np.asarray(compute, dtype=np.float64)
-    findings = diagnose_runs(fit)
-    if fit.has_surface:
-        findings += [
-            *_outliers(fit),
-            *_misspecification(fit),
-            *_curves(fit),
-            *_method_bias(fit, targets),
-            *_determination(fit, targets, level),
-            *_distance(fit, targets),
-            *_disagreement(fit, targets, level),
-        ]
-    return findings
 
 
 def noise_free_bias(fit: ScalingFit, method: str, compute: Array) -> Array:
@@ -205,7 +196,7 @@ def _outliers(fit: ScalingFit) -> Iterator[Finding]:
     if named:
         yield Finding(
             name="outlying_runs",
-            message=f"{len(runs)} losses are far from the surface: {listed(named)}",
+            message=f"{len(runs)} losses are far from the surface: {_listed(named)}",
             remedy="check those runs (divergence, a wrong entry); mark them or repeat them",
         )
 

@@ -1,20 +1,15 @@
 """Converts decisions, designs, runs and claims to records."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from paceline.core.finding import Finding
-from paceline.core.plan import Estimate
 from paceline.records import Metric, Record, capture_environment
 from paceline.scaling.candidates import Candidate
 from paceline.scaling.claims import AllocationCost
 from paceline.scaling.decide import Decision
-from paceline.scaling.design import Belief
+from paceline.scaling.design import Posterior
 from paceline.scaling.surface import compute_for, tokens_for
-
-_NORMAL_90 = 1.645
-"""Half-width of a 90% interval of a normal distribution, in standard deviations."""
 
 
 def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding]) -> list[Record]:
@@ -39,37 +34,33 @@ def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding])
     ]
 
 
-def design_record(belief: Belief, target: float) -> Record:
-    """Returns the belief about the best model for a target after a design's runs."""
-    size, factor = _best_size(belief, target)
-    parameters = Estimate(value=size, low=size / factor, high=size * factor)
-    tokens = tokens_for(target, [size, size * factor, size / factor]).tolist()
+def design_record(posterior: Posterior, target: float) -> Record:
+    """Returns the best model for a target, as known after a design's runs."""
+    best = posterior.best_parameters(target)
+    # The largest model trains on the fewest tokens.
+    sizes = best.value, best.high or best.value, best.low or best.value
+    tokens = tokens_for(target, sizes).tolist()
     return Record(
         kind="scaling",
         case={"method": "design", "compute_budget": target},
         environment=capture_environment(),
         metrics={
-            "parameters": Metric.from_estimate(parameters),
+            "parameters": Metric.from_estimate(best),
             "tokens": Metric(value=tokens[0], low=tokens[1], high=tokens[2]),
-            "loss": Metric(value=float(belief.surface.optimal_loss(target))),
+            "loss": Metric(value=float(posterior.surface.optimal_loss(target))),
         },
         outcome="ok",
     )
 
 
-def describe_design(belief: Belief, target: float) -> str:
+def describe_design(posterior: Posterior, target: float) -> str:
     """Describes the best N of `design_record` in a line, with its interval and assumed noise."""
-    size, factor = _best_size(belief, target)
+    best = posterior.best_parameters(target)
+    factor = (best.high or best.value) / best.value
     return (
-        f"N at {target:.3g} FLOPs: {size:.3g}, known to within a factor of {factor:.3g} (90%) if "
-        f"repeated losses agree to {belief.noise:.1%}"
+        f"N at {target:.3g} FLOPs: {best.value:.3g}, known to within a factor of {factor:.3g} "
+        f"(90%) if repeated losses agree to {posterior.noise:.1%}"
     )
-
-
-def _best_size(belief: Belief, target: float) -> tuple[float, float]:
-    """Returns the best N for a target, and the factor of its 90% interval."""
-    size = float(belief.surface.optimal_parameters(target))
-    return size, math.exp(_NORMAL_90 * belief.log_size_deviation(target))
 
 
 def run_record(run: Candidate, loss: float | None = None, **details: int | float) -> Record:

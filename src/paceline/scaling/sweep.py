@@ -5,17 +5,10 @@ and its remarks list the problems with the rows that it was built from. An inval
 error that names the row and field. A failed run (no loss, diverged, duplicate row) is left out with
 a remark, because a sweep of hundreds of runs always has a few.
 
-Trims runs far above the best of their budget, which bias a fit without informing it.
-
-A model much too large for its budget ends undertrained: in Porian et al. 2024 (arXiv 2406.19146)
-such runs end at up to twice the loss of their budget's best, on a curve that neither a parabola in
-log N nor a sum of two powers describes. A run more than 5% above the lowest loss of its budget is
-left out, but the four lowest runs of a budget always stay: one more than a parabola's coefficients.
-
-Bootstrap replicates of a sweep, represented as counts of each run.
-
-A replicate is a row of counts, not a copy of the runs, so that a thousand replicates are one matrix
-and every fit processes all of them at once.
+`trim_far_runs` leaves out models much too large for their budget: in Porian et al. 2024 (arXiv
+2406.19146) such runs end at up to twice the loss of their budget's best, on a curve that neither a
+parabola in log N nor a sum of two powers describes. `draw_counts` makes bootstrap replicates: rows
+of counts, not copies of the runs, so that every fit processes a thousand of them at once.
 """
 
 import dataclasses

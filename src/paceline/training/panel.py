@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.box import ROUNDED
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from paceline.core.plan import Estimate
 from paceline.core.units import format_binary_bytes, format_decimal, format_duration, format_seconds
+from paceline.records.schema import with_interval
 from paceline.training.forecast import Forecast
 from paceline.training.metrics import STARTED, EvaluationRow, EventRow, MetricsRow, StepRow
 
@@ -257,7 +258,7 @@ def _loss(progress: Progress, has_blocks: bool) -> str:
         direction = f"{'falling' if change < 0 else 'rising'} {abs(change):.2%}"
         parts.append(f"{direction if change else 'level'} in {steps} steps")
     if (final := progress.expected.final_loss) is not None:
-        parts.append(f"predicted at the end {_with_interval(final, '{:.4f}'.format)}")
+        parts.append(f"predicted at the end {with_interval(final, '{:.4f}'.format)}")
     if has_blocks:
         parts.append(sparkline(progress.losses.points(_SPARK_POINTS)))
     return "  ".join(parts)
@@ -290,11 +291,11 @@ def _step_time(progress: Progress) -> str:
     measured, predicted = progress.step_time, progress.expected.step_time
     if measured is None:
         return ""
-    text = _with_interval(measured, format_seconds)
+    text = with_interval(measured, format_seconds)
     if predicted is None:
         return text
     error = measured.value / predicted.value - 1
-    return f"{text}; predicted {_with_interval(predicted, format_seconds)}, measured {error:+.0%}"
+    return f"{text}; predicted {with_interval(predicted, format_seconds)}, measured {error:+.0%}"
 
 
 def _waits(progress: Progress) -> str:
@@ -319,25 +320,19 @@ def _memory(progress: Progress) -> str:
         text += f" of {format_binary_bytes(limit)} ({progress.memory_bytes / limit:.0%})"
     tensors, process = progress.expected.memory_bytes, progress.expected.process_memory
     if process is not None:
-        return f"{text}; predicted {_with_interval(process, format_binary_bytes)}"
+        return f"{text}; predicted {with_interval(process, format_binary_bytes)}"
     return text if tensors is None else f"{text}; tensors predicted {format_binary_bytes(tensors)}"
 
 
 def _left(progress: Progress) -> str:
     if progress.left is None or progress.step >= progress.expected.num_steps:
         return ""
-    return _with_interval(progress.left, format_duration)
+    return with_interval(progress.left, format_duration)
 
 
 def _sample(progress: Progress) -> str:
     row = progress.evaluation
     return "" if row is None or row.sample is None else repr(row.sample[:_SAMPLE_CHARACTERS])
-
-
-def _with_interval(estimate: Estimate, write: Callable[[float], str]) -> str:
-    if estimate.low is None or estimate.high is None:
-        return write(estimate.value)
-    return f"{write(estimate.value)} ({write(estimate.low)} to {write(estimate.high)})"
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -95,7 +95,9 @@ def test_a_campaign_over_http() -> None:
     assert campaign.flops == pytest.approx(service.flops_used)
     assert campaign.flops <= 2e18
     truth = float(service.truth.surface.optimal_parameters(1e19))
-    assert float(campaign.belief.surface.optimal_parameters(1e19)) == pytest.approx(truth, rel=0.1)
+    assert float(campaign.posterior.surface.optimal_parameters(1e19)) == pytest.approx(
+        truth, rel=0.1
+    )
 
 
 def test_the_fake_answers_like_the_service() -> None:
@@ -134,4 +136,6 @@ def test_any_training_service_will_do() -> None:
     campaign = run_campaign(service, 3e17, 1e19)
     assert service.used == pytest.approx(campaign.flops)
     truth = float(SURFACE.optimal_parameters(1e19))
-    assert float(campaign.belief.surface.optimal_parameters(1e19)) == pytest.approx(truth, rel=0.05)
+    assert float(campaign.posterior.surface.optimal_parameters(1e19)) == pytest.approx(
+        truth, rel=0.05
+    )

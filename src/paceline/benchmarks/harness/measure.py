@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.accounting.intervals import bootstrap_medians
 from paceline.benchmarks.config import TimedCase
 from paceline.core.units import Progress
 from paceline.parallel.ranks.device_clock import synchronize
@@ -74,9 +75,7 @@ def ratio_metric(subject: Sequence[float], baseline: Sequence[float]) -> Metric:
     of both is not mistaken for a difference.
     """
     pairs = np.array([subject, baseline])
-    num_rounds = pairs.shape[1]
-    chosen = np.random.default_rng(0).integers(num_rounds, size=(_BOOTSTRAP_DRAWS, num_rounds))
-    medians = np.median(pairs[:, chosen], axis=2)
+    medians = bootstrap_medians(pairs, _BOOTSTRAP_DRAWS, np.random.default_rng(0))
     low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
     ratio = float(np.median(pairs[0]) / np.median(pairs[1]))
     return Metric(value=ratio, low=min(float(low), ratio), high=max(float(high), ratio))

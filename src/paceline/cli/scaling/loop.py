@@ -17,12 +17,12 @@ from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import parse_seconds
 
 if TYPE_CHECKING:
+    from paceline.loop.directory import LoopDirectory, LoopSpec, Outcome
+    from paceline.loop.executors import Executor
+    from paceline.loop.sweep import SweepRunner
+    from paceline.loop.sweep_directory import SweepDirectory, SweepState
     from paceline.planner.search.spec import SearchQuestion
     from paceline.training.config import RunConfig
-    from paceline.workflows.loop.directory import LoopDirectory, LoopQuestion, Outcome
-    from paceline.workflows.sweep.directory import SweepDirectory, SweepState
-    from paceline.workflows.sweep.executors import Executor
-    from paceline.workflows.sweep.run import SweepRunner
 
 _CALIBRATION_S = 20.0
 _BY_LAW = "law"
@@ -91,17 +91,15 @@ class LoopCommand:
         """Runs the loop, or prints its plan."""
         if self.devices is not None:
             return self._plan_on_cluster(self.devices)
+        from paceline.loop.directory import PAGE, LoopDirectory
         from paceline.training.toml_config import read_config
-        from paceline.workflows.loop.directory import PAGE, LoopDirectory
-        from paceline.workflows.sweep.question import require_evaluation
 
         base = read_config(self.config, self.set)
-        require_evaluation(base)
-        question = self._question(base)
+        spec = self._spec(base)
         if self.dry_run:
-            return self._plan_here(question)
+            return self._plan_here(spec)
         directory = LoopDirectory(self.out)
-        outcome = self._go_round(directory, question, base)
+        outcome = self._go_round(directory, spec, base)
         self._write_page(directory)
         if self.output.json:
             for entry in outcome.entries:
@@ -114,27 +112,20 @@ class LoopCommand:
         say(f"page: {self.out / PAGE}")
         return 0
 
-    def _question(self, base: "RunConfig") -> "LoopQuestion":
-        from paceline.workflows.loop.directory import LoopQuestion
-        from paceline.workflows.sweep.question import ladder_of, training_tokens
+    def _spec(self, base: "RunConfig") -> "LoopSpec":
+        from paceline.loop.directory import LoopSpec
+        from paceline.loop.run_config import limits_of
 
-        return LoopQuestion(
-            budget=self.budget,
-            exploration=self.exploration,
-            vocab_size=base.model.shape.vocab_size,
-            context_length=base.data.context_length,
-            most_tokens=self.epochs * training_tokens(base),
-            seed=self.seed,
-            ladder=ladder_of(base),
-        )
+        limits = limits_of(base, epochs=self.epochs, seed=self.seed)
+        return LoopSpec(budget=self.budget, exploration=self.exploration, **limits)
 
     def _go_round(
-        self, directory: "LoopDirectory", question: "LoopQuestion", base: "RunConfig"
+        self, directory: "LoopDirectory", spec: "LoopSpec", base: "RunConfig"
     ) -> "Outcome":
         from paceline.core.processes import termination_as_exit
+        from paceline.loop.executors import LocalExecutor
+        from paceline.loop.run import LoopRunner
         from paceline.predict.history import history_path
-        from paceline.workflows.loop.run import LoopRunner
-        from paceline.workflows.sweep.executors.local import LocalExecutor
 
         with SweepProgress(directory.sweep).open() as progress, termination_as_exit():
             runner = LoopRunner(
@@ -147,13 +138,12 @@ class LoopCommand:
                 deadline_s=self._deadline_s,
                 tell=tell,
             )
-            return runner.run(question, base)
+            return runner.run(spec, base)
 
     def _sweep_runner(self, directory: "SweepDirectory", progress: SweepProgress) -> "SweepRunner":
+        from paceline.loop.executors import LocalExecutor, runs_at_once
+        from paceline.loop.sweep import SweepRunner
         from paceline.records.environment import threads_per_rank
-        from paceline.workflows.sweep.executors.local import LocalExecutor
-        from paceline.workflows.sweep.run import SweepRunner
-        from paceline.workflows.sweep.throughput import runs_at_once
 
         def make_executor(state: "SweepState") -> "Executor":
             at_once = runs_at_once(directory, state, 1, self.at_once, say)
@@ -183,19 +173,19 @@ class LoopCommand:
                 RecordStore(store).append(record)
 
     def _write_page(self, directory: "LoopDirectory") -> None:
+        from paceline.loop.page import write_loop_page
         from paceline.predict.history import history_path
-        from paceline.workflows.loop.page import write_loop_page
 
         with work_progress("writing the page"):
             write_loop_page(directory, history_path())
 
-    def _plan_here(self, question: "LoopQuestion") -> int:
-        from paceline.workflows.loop.on_paper import expected_final
-        from paceline.workflows.sweep.design import first_runs, require_sizes
-        from paceline.workflows.sweep.table import plan_table
+    def _plan_here(self, spec: "LoopSpec") -> int:
+        from paceline.loop.on_paper import expected_final
+        from paceline.loop.sweep import plan_table
+        from paceline.loop.sweep_design import first_runs, require_sizes
 
-        require_sizes(question.sweep)
-        runs = [*first_runs(question.sweep), expected_final(question)]
+        require_sizes(spec.sweep)
+        runs = [*first_runs(spec.sweep), expected_final(spec)]
         if self.output.json:
             for run in runs:
                 print_json(run)
@@ -208,9 +198,8 @@ class LoopCommand:
         return 0
 
     def _plan_on_cluster(self, devices: int) -> int:
+        from paceline.loop.on_paper import cluster_table, in_time, plan_on_cluster
         from paceline.reports.tables.planning import advice_table
-        from paceline.workflows.loop.on_paper import in_time, plan_on_cluster
-        from paceline.workflows.loop.tables import cluster_table
 
         cluster = self.cluster
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from paceline.core.finding import Finding
+    from paceline.loop.executors import Executor
+    from paceline.loop.sweep_design import SweepSpec
+    from paceline.loop.sweep_directory import SweepDirectory, SweepState
+    from paceline.loop.sweep_task import RunTask
     from paceline.training.config import RunConfig
-    from paceline.workflows.sweep.design import Question
-    from paceline.workflows.sweep.directory import SweepDirectory, SweepState
-    from paceline.workflows.sweep.executors import Executor
-    from paceline.workflows.sweep.task import RunTask
 
 _LARGEST = 1 / 8
 """FLOPs of the largest runs relative to the target; extrapolating further is unreliable."""
@@ -87,52 +87,46 @@ class SweepCommand:
 
     def run(self) -> int:
         """Runs the sweep, or prints its plan."""
+        from paceline.loop.sweep_design import CHECKS, FIT
+        from paceline.loop.sweep_directory import ROWS, SweepDirectory
         from paceline.training.toml_config import read_config
-        from paceline.workflows.sweep.design import CHECKS, FIT
-        from paceline.workflows.sweep.directory import ROWS, SweepDirectory
-        from paceline.workflows.sweep.question import require_evaluation
 
         base = read_config(self.config, self.set)
-        require_evaluation(base)
-        question = self._question(base)
+        spec = self._spec(base)
         if self.dry_run:
-            return self._print_plan(question, base)
+            return self._print_plan(spec, base)
         directory = SweepDirectory(self.out)
-        findings = self._make(directory, question, base)
+        findings = self._make(directory, spec, base)
         if self.output.json:
             for row in directory.rows(*CHECKS, FIT):
                 print_json(row)
             for finding in findings:
                 print_json(finding)
         else:
-            from paceline.workflows.sweep.table import sweep_table
+            from paceline.loop.sweep import sweep_table
 
             stdout_console().print(sweep_table(directory))
             sys.stdout.writelines(f"{finding}\n" for finding in findings)
         say(f"next: paceline scaling fit {self.out / ROWS} --budgets {self.target:g}")
         return 0
 
-    def _question(self, base: "RunConfig") -> "Question":
-        from paceline.workflows.sweep.design import COST_OF_LARGEST, Question
-        from paceline.workflows.sweep.question import ladder_of, training_tokens
+    def _spec(self, base: "RunConfig") -> "SweepSpec":
+        from paceline.loop.run_config import limits_of
+        from paceline.loop.sweep_design import COST_OF_LARGEST, SweepSpec
 
-        return Question(
+        return SweepSpec(
             target=self.target,
             largest=min(_LARGEST * self.target, (self.budget or math.inf) / COST_OF_LARGEST),
-            vocab_size=base.model.shape.vocab_size,
-            context_length=base.data.context_length,
-            most_tokens=self.epochs * training_tokens(base),
-            seed=self.seed,
-            ladder=ladder_of(base),
+            **limits_of(base, epochs=self.epochs, seed=self.seed),
         )
 
-    def _print_plan(self, question: "Question", base: "RunConfig") -> int:
+    def _print_plan(self, spec: "SweepSpec", base: "RunConfig") -> int:
+        from paceline.loop.run_config import run_config
+        from paceline.loop.sweep import plan_table
+        from paceline.loop.sweep_design import first_runs, refining_flops
         from paceline.training.forecast import forecast
-        from paceline.workflows.sweep.design import first_runs, refining_flops
-        from paceline.workflows.sweep.run_config import run_config
-        from paceline.workflows.sweep.table import plan_table
 
-        runs = first_runs(question)
+        runs = first_runs(spec)
         times = [
             forecast(run_config(base, run, self.out), self.ranks, self.calibration).duration_s
             for run in runs
@@ -145,16 +139,16 @@ class SweepCommand:
         if self.calibration is None:
             say("times: not predicted; give --calibration records of paceline calibrate")
         sys.stdout.write(
-            f"then about {refining_flops(question):.3g} FLOPs on runs of up to "
-            f"{question.largest:.3g}, near the model sizes that do best in these runs\n"
+            f"then about {refining_flops(spec):.3g} FLOPs on runs of up to "
+            f"{spec.largest:.3g}, near the model sizes that do best in these runs\n"
         )
         return 0
 
     def _make(
-        self, directory: "SweepDirectory", question: "Question", base: "RunConfig"
+        self, directory: "SweepDirectory", spec: "SweepSpec", base: "RunConfig"
     ) -> "list[Finding]":
         from paceline.core.processes import termination_as_exit
-        from paceline.workflows.sweep.run import SweepRunner
+        from paceline.loop.sweep import SweepRunner
 
         with SweepProgress(directory).open() as progress:
             runner = SweepRunner(
@@ -165,7 +159,7 @@ class SweepCommand:
                 on_change=progress.change,
             )
             with termination_as_exit():
-                return runner.run(question, base)
+                return runner.run(spec, base)
 
     def _threads(self, state: "SweepState") -> int:
         from paceline.records.environment import threads_per_rank
@@ -178,15 +172,14 @@ class SweepCommand:
         self, directory: "SweepDirectory", state: "SweepState", progress: "SweepProgress"
     ) -> "Executor":
         if self.executor == "slurm":
-            from paceline.workflows.sweep.executors.slurm import SlurmExecutor
+            from paceline.loop.executors import SlurmExecutor
 
             return SlurmExecutor(directory.path, self.at_once, self.partition, self.time_limit_min)
         if self.executor == "ray":
-            from paceline.workflows.sweep.executors.ray import RayExecutor
+            from paceline.loop.executors import RayExecutor
 
             return RayExecutor(self.ray_address, self.at_once)
-        from paceline.workflows.sweep.executors.local import LocalExecutor
-        from paceline.workflows.sweep.throughput import runs_at_once
+        from paceline.loop.executors import LocalExecutor, runs_at_once
 
         at_once = runs_at_once(directory, state, self.ranks, self.at_once, say)
         return LocalExecutor(at_once, progress.wait)
@@ -219,7 +212,7 @@ class SweepProgress:
 
     def change(self) -> None:
         """Shows planned and ended runs."""
-        from paceline.workflows.sweep.table import sweep_table
+        from paceline.loop.sweep import sweep_table
 
         self._shown_s = time.monotonic()
         if self._live is None:
@@ -229,7 +222,7 @@ class SweepProgress:
 
     def wait(self, running: "Sequence[RunTask]") -> None:
         """Shows the progress of active runs at regular intervals."""
-        from paceline.workflows.sweep.progress import progress_text
+        from paceline.loop.sweep import progress_text
 
         pause_s = _PAUSE_S if self._live is None else _LIVE_PAUSE_S
         if time.monotonic() - self._shown_s < pause_s:
@@ -242,6 +235,6 @@ class SweepProgress:
         elif self._directory.exists:
             from rich.console import Group
 
-            from paceline.workflows.sweep.table import sweep_table
+            from paceline.loop.sweep import sweep_table
 
             self._live.update(Group(sweep_table(self._directory), *lines), refresh=True)

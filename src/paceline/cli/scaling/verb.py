@@ -44,8 +44,6 @@ class FitCommand:
     """JSON, JSON Lines or CSV with parameters, compute_budget or tokens, and final_loss."""
     budgets: tuple[float, ...] = (1e23, 1e24)
     """Budgets in FLOPs to choose a model for."""
-    level: float = 0.9
-    """Confidence level of the intervals."""
     vocab_size: int = 32_000
     """Vocabulary size of the model to train."""
     context: int = 2048
@@ -72,7 +70,6 @@ class FitCommand:
             decisions = decide(
                 found,
                 self.budgets,
-                level=self.level,
                 vocab_size=self.vocab_size,
                 context_length=self.context,
                 batch_tokens=self.batch_tokens,
@@ -80,10 +77,10 @@ class FitCommand:
         except UsageError:
             # If the runs do not allow a decision, the findings explain why.
             if min(self.budgets, default=0) > 0:
-                for finding in diagnose(found, self.budgets, self.level):
+                for finding in diagnose(found, self.budgets):
                     say(str(finding))
             raise
-        findings = diagnose(found, self.budgets, self.level)
+        findings = diagnose(found, self.budgets)
         if self.output.json:
             for record in decision_records(decisions, findings):
                 print_json(record)
@@ -91,7 +88,7 @@ class FitCommand:
             from paceline.reports.tables.scaling import methods_table, run_text, waste_table
 
             console = stdout_console()
-            console.print(methods_table(found, decisions, self.level))
+            console.print(methods_table(found, decisions))
             for decision in decisions:
                 console.print(waste_table(decision))
                 sys.stdout.write(f"{run_text(decision)}\n")
@@ -201,16 +198,16 @@ class DesignCommand:
         else:
             candidates = candidate_runs(self.target, known, flops=self.run_flops, sizes=self.sizes)
         runs = propose_runs(known, candidates, budget=self.budget, target=self.target)
-        belief = learn_from(known)
+        posterior = learn_from(known)
         for run in runs:
-            belief = after_buying(belief, run.parameters, run.tokens)
+            posterior = after_buying(posterior, run.parameters, run.tokens)
         records = [run_record(run) for run in runs]
         if self.output.json:
-            for record in (*records, design_record(belief, self.target)):
+            for record in (*records, design_record(posterior, self.target)):
                 print_json(record)
         else:
             stdout_console().print(runs_table(records))
-            sys.stdout.write(f"expected {describe_design(belief, self.target)}\n")
+            sys.stdout.write(f"expected {describe_design(posterior, self.target)}\n")
         return 0
 
 

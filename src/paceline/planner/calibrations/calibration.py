@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.accounting.intervals import conformal_quantile
 from paceline.core.specs import Precision
 from paceline.planner.calibrations.conventions import Conventions, conventions, training_precision
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.layouts import Layouts, Workload
 
-COVERAGE = 0.9
 WIDENING_PER_DOUBLING = 0.5
 _ENOUGH = 15
 """Minimum number of residuals for a regime to use its own quantile."""
@@ -116,18 +116,8 @@ class FrameworkCalibration:
 
 
 def half_width(ratios: npt.NDArray[np.float64]) -> float:
-    """Returns the split-conformal quantile of absolute residuals: the ceil(0.9 (n + 1))-th.
-
-    With fewer than nine residuals that rank exceeds n. The result is then the largest residual
-    times rank / n.
-    """
-    if not len(ratios):
-        return float(np.log(2))
-    place = int(np.ceil(COVERAGE * (len(ratios) + 1)))
-    ordered = np.sort(ratios)
-    if place > len(ordered):
-        return float(ordered[-1]) * place / len(ordered)
-    return float(ordered[place - 1])
+    """Returns the conformal 90% quantile of absolute residuals; a factor of 2 without any."""
+    return conformal_quantile(ratios) if len(ratios) else float(np.log(2))
 
 
 def features(layouts: Layouts, workload: Workload) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import pathlib
 
 from paceline.core.units import format_decimal, format_seconds
+from paceline.records.schema import with_interval
 from paceline.reports.document.model import Block, Chapter, Page, Picture
 from paceline.reports.document.render import picture_of, render_page
 from paceline.reports.evidence.groups import describe_environment
@@ -15,7 +16,6 @@ from paceline.reports.plots.training_run import (
     plot_step_times,
     plot_throughput,
 )
-from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.training_run import (
     evaluations_table,
     events_table,

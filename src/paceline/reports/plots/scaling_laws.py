@@ -15,7 +15,7 @@ from paceline.core.plan import Estimate
 from paceline.predict.history import HistoryEntry
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, add_label, blank_figure
 from paceline.reports.tables.predictions import WRITTEN
-from paceline.scaling.design import Belief
+from paceline.scaling.design import Posterior
 from paceline.scaling.fits.all_methods import ScalingFit
 from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
 from paceline.scaling.surface import tokens_for
@@ -186,7 +186,11 @@ _MEASURED, _PREDICTED = COLORS[0], COLORS[1]
 
 
 def plot_target(
-    fit: ScalingFit, belief: Belief, budget: float, predicted: Estimate, measured: float | None
+    fit: ScalingFit,
+    posterior: Posterior,
+    budget: float,
+    predicted: Estimate,
+    measured: float | None,
 ) -> Figure:
     """Draws the losses of a sweep, the fitted best loss by compute, and the target."""
     figure = blank_figure("From small runs to the large one", (8.0, 4.4))
@@ -201,9 +205,9 @@ def plot_target(
     if best:
         axes.plot(*zip(*best, strict=True), "x", color="black", label="best of each level")
     budgets = np.geomspace(float(sweep.compute.min()), 1.3 * budget, 60)
-    sizes = belief.surface.optimal_parameters(budgets)
+    sizes = posterior.surface.optimal_parameters(budgets)
     law = [
-        belief.loss(float(size), float(tokens_for(compute, size)))
+        posterior.loss(float(size), float(tokens_for(compute, size)))
         for compute, size in zip(budgets, sizes, strict=True)
     ]
     axes.plot(budgets, [each.value for each in law], color=_MEASURED, label="best loss, fitted")

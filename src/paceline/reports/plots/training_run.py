@@ -22,9 +22,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
 from paceline.predict.history import HistoryEntry
+from paceline.records.schema import with_interval
 from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, memory_unit
-from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.predictions import between
 from paceline.training.metrics import phase_times, steady_steps
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from paceline.core.plan import Estimate
 from paceline.core.units import MB, format_binary_bytes, format_decimal
 from paceline.records import Metric
+from paceline.records.schema import with_interval
 
 View = Literal["time", "memory"]
 
@@ -43,13 +43,6 @@ def _with_deviation(metric: Metric) -> str:
         return _in_milliseconds(metric.value)
     text = f"{_in_milliseconds(metric.value)} ± {_in_milliseconds(metric.std)}"
     return f"{text} {UNSTEADY}" if metric.std > metric.value else text
-
-
-def with_interval(number: Metric | Estimate, write: Callable[[float], str]) -> str:
-    """Formats a number, with its interval if it has one."""
-    if number.low is None or number.high is None:
-        return write(number.value)
-    return f"{write(number.value)} ({write(number.low)} to {write(number.high)})"
 
 
 def _column(header: str, metric: str, write: Callable[[float], str]) -> Column:

@@ -11,14 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from paceline.accounting.intervals import COVERAGE
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
-from paceline.predict.backtest import (
-    COVERAGE,
-    FEWEST_CASES,
-    HeldOutPrediction,
-    leave_group_out,
-    summarize,
-)
+from paceline.predict.backtest import FEWEST_CASES, HeldOutPrediction, leave_group_out, summarize
 from paceline.predict.history import Coverage, HistoryEntry, Quantity
 from paceline.records import Metric, Record, join_key
 from paceline.records.kinds import PREDICTION

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 
 from paceline.records import Record
-from paceline.reports.tables.columns import with_interval
+from paceline.records.schema import with_interval
 from paceline.reports.tables.table import Table
 from paceline.scaling.decide import Decision
 from paceline.scaling.fits.all_methods import ScalingFit
+from paceline.scaling.fits.prediction import DEFAULT_LEVEL
 from paceline.scaling.surface import compute_for
 
 
-def methods_table(fit: ScalingFit, decisions: Sequence[Decision], level: float) -> Table:
+def methods_table(
+    fit: ScalingFit, decisions: Sequence[Decision], level: float = DEFAULT_LEVEL
+) -> Table:
     """Returns a row per budget and method with its answer."""
     exponents = {method.method: method.exponent for method in fit.methods}
     rows = tuple(

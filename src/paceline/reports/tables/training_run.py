@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from paceline.checkpoint.catalog import CheckpointSummary
 from paceline.core.units import format_binary_bytes, format_count, format_duration, format_seconds
 from paceline.data.manifest import DatasetManifest
+from paceline.records.schema import with_interval
 from paceline.reports.evidence.training_run import TrainingRun
-from paceline.reports.tables.columns import with_interval
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
 from paceline.training.metrics import phase_times, run_metrics
 

@@ -1,17 +1,12 @@
-"""Fits all methods to one sweep.
+"""Fits all methods to one sweep, and chooses the one that best predicts held-out budgets.
 
 A method that does not apply to a sweep (no curves, too few budgets with a minimum) is skipped and
-the reason recorded; it is an error only if no method applies. Held-out budgets decide which
-method's answer to report, and whether runs far above the best of their budget are trimmed first.
-
-Chooses the method that best predicts held-out budgets.
+the reason recorded; it is an error only if no method applies.
 
 The largest third of the budgets is held out (at least one, and at least three remain). Every method
 is fitted to the smaller budgets, once with all runs and once with those near the best of their
-budget (`runs.trimming`). Its lowest loss at each held-out budget is compared with the observed
-minimum: the vertex of that budget's own parabola, or its lowest run if there is no vertex.
-
-error = mean over held-out budgets of |log(predicted / observed least loss)|
+budget. Its error is the mean over held-out budgets of |log(predicted / observed least loss)|; the
+observed one is the vertex of that budget's own parabola, or its lowest run if there is no vertex.
 
 Methods whose errors differ by less than the run-to-run noise (0.3%) are indistinguishable. Ties are
 broken in this order: the surface, which uses every run; the parabola; the lowest run. A surface
@@ -137,12 +132,13 @@ def choose_method(sweep: Sweep) -> MethodChoice:
             except UsageError:
                 # The method does not apply to the smaller budgets or to the whole sweep.
                 continue
+            lack = find_lack_of_fit(whole, found) if isinstance(found, SurfaceFit) else None
             scores.append(
                 HeldOutScore(
                     method=method,
                     is_trimmed=is_trimmed,
                     error=float(np.abs(np.log(predicted / least)).mean()),
-                    has_pattern=_leaves_a_pattern(whole, found),
+                    has_pattern=lack is not None and lack.is_certain,
                 )
             )
     if not scores:
@@ -172,11 +168,6 @@ def _minima(sweep: Sweep) -> tuple[Array, Array]:
     profiles = find_profiles(sweep)
     least = [profile.vertex_loss or sweep.loss[profile.lowest] for profile in profiles]
     return np.array([profile.compute for profile in profiles]), np.array(least)
-
-
-def _leaves_a_pattern(sweep: Sweep, found: MethodFit) -> bool:
-    lack = find_lack_of_fit(sweep, found) if isinstance(found, SurfaceFit) else None
-    return lack is not None and lack.is_certain
 
 
 def _first_to_believe(scores: list[HeldOutScore]) -> HeldOutScore:

@@ -1,23 +1,14 @@
 """IsoFLOP profiles: the size with the lowest loss at every budget, then a power law through them.
 
-The lowest run is fast but coarse: its N is one of the sizes tried, so its error is up to half a
-step of the sweep, and differs between budgets. A parabola in log N interpolates the minimum between
-runs. A loss profile is steeper on one side, so runs far from the minimum bias the vertex; runs are
-therefore weighted by their distance from the lowest one. A budget whose lowest run is the smallest
-or the largest tried has no interior minimum and is skipped; `diagnose` reports it.
+The lowest run is fast but coarse: its N is one of the sizes tried. A parabola in log N interpolates
+the minimum between runs, weighted by their distance from the lowest one, because a loss profile is
+steeper on one side. The envelope treats each point of a training curve as the end of a run, which
+is valid only if the learning rate had decayed by then; `diagnose` checks that. A budget at which
+the smallest or the largest model has the lowest loss has no minimum and is skipped.
 
-Power laws through a few points: N = k C^a, and L = E + K C^-g.
-
-The first is fitted as a line in log space: N spans orders of magnitude, and a fit of N itself would
-be dominated by the largest values. The second is linear in E and K for a given g, so only g is
-searched. Both fit many replicates at once, one per row; NaN points of a replicate are ignored.
-
-The envelope of training curves: for every budget, the size with the lowest loss so far.
-
-Each point of a curve is treated as the end of a run, which is valid only if the learning rate had
-decayed by then; `diagnose` compares curves with final losses. At each of many budgets, a parabola
-through the lowest curve and its neighbours in size interpolates the best N. A budget at which the
-smallest or the largest model has the lowest loss has no minimum and is skipped.
+Two laws go through the minima: N = k C^a, a line in log space, and L = E + K C^-g, linear in E and
+K for a given g, so that only g is searched. Both fit many replicates at once, one per row; NaN
+points of a replicate are ignored.
 """
 
 import dataclasses
@@ -320,12 +311,6 @@ def require_points(method: str, num_points: int) -> None:
         )
 
 
-def parabola_vertex(parameters: Array, loss: Array, centre: float) -> tuple[float, float] | None:
-    """Returns N and loss at the vertex of the weighted parabola, if it opens upwards."""
-    coefficients = _coefficients(np.log(parameters / centre), loss, np.ones((1, len(loss))))
-    return _vertex(coefficients[0], centre)
-
-
 def _vertex(coefficients: Array, centre: float) -> tuple[float, float] | None:
     constant, slope, curvature = (float(value) for value in coefficients)
     if not curvature > 0:
@@ -376,7 +361,9 @@ def fit_envelope(sweep: Sweep, num_draws: int, seed: int = 0) -> PowerLawFit:
         lowest = int(column[reached].argmin())
         if 0 < lowest < len(reached) - 1:
             near = reached[lowest - 1 : lowest + 2]
-            vertex = parabola_vertex(sizes[near], column[near], float(sizes[reached[lowest]]))
+            centre = float(sizes[near[1]])
+            offset = np.log(sizes[near] / centre)
+            vertex = _vertex(_coefficients(offset, column[near], np.ones((1, 3)))[0], centre)
             if vertex is not None:
                 points.append((budget, *vertex))
     require_points("envelope", len(points))

@@ -1,25 +1,23 @@
-"""Variable projection for L = E + A/N^alpha + B/D^beta, for many replicates at once.
+"""Least squares for many small problems at once: Levenberg-Marquardt, and variable projection.
 
-For given exponents the surface is linear in E, A and B, so only the exponents are searched: first
-on a grid, then by Levenberg-Marquardt over the two exponents, re-solving the linear part after each
-step. N and D are taken relative to their geometric means, which alone reduces the condition number
-from 10^11 to about 10.
-
-Errors are relative: residuals are divided by the observed loss. Losses vary by only a few per cent,
-so this is equivalent to fitting the logarithm. A replicate is a row of weights: the number of times
-it drew each run. All replicates are fitted in one batch, in chunks that bound memory.
-Reference: Golub and Pereyra 1973; the Jacobian is Kaufman's (1975).
-
-Levenberg-Marquardt for many small least-squares problems at once.
-
-Each row is a problem: a start of a grid, a bootstrap replicate, a point of a profile. Rows share
-one NumPy call per step but have separate damping; a converged row leaves the batch. A step that
-does not lower its row's objective is rejected, and the damping is increased. Robust losses are
+A problem is a row: a start of a grid, a bootstrap replicate, a point of a profile. Rows share one
+NumPy call per step but have separate damping; a converged row leaves the batch. A robust loss is
 expressed as weights that depend on the residuals (iteratively reweighted least squares), together
-with the objective that they represent. Variable projection is expressed as slopes from which the
-linear coefficients are projected out.
+with the objective that they represent.
 
-Reference: Marquardt 1963; the damping is scaled by the diagonal of the curvature, as in the paper.
+`fit_projection` fits L = E + A/N^alpha + B/D^beta. For given exponents it is linear in E, A and B,
+so only the exponents are searched, first on a grid, and the linear part is projected out. N and D
+are relative to their geometric means, which alone reduces the condition number from 10^11 to about
+10. Errors are relative to the observed loss, which is equivalent to fitting its logarithm.
+
+scipy.optimize.least_squares, called for one row after the other, ends at the same minima (to 1e-7)
+but takes 22 s instead of 2.4 s for 72 runs and a thousand replicates on one core, with exact
+derivatives, bounds, and replicates that start at the best fit: 3.0 s instead of 1.3 s for the
+projection, 19.1 s instead of 1.1 s for Huber's loss with its 144 starts. A slow test of
+tests/unit/scaling/fits/test_cost.py repeats the comparison.
+
+References: Marquardt 1963, with damping scaled by the diagonal of the curvature; Golub and Pereyra
+1973, with Kaufman's Jacobian (1975).
 """
 
 from collections.abc import Callable
@@ -123,7 +121,6 @@ _GRID = np.geomspace(0.06, 1.6, 18)
 _MAX_STEPS = 60
 CONVERGED_STEP = 1e-9
 _CHUNK_ELEMENTS = 2_000_000
-# Keeps the solve non-singular where a sweep does not determine a coefficient.
 # Coefficients kept on each face of the octant of non-negative E, A and B, the interior first.
 _FACES = ([0, 1, 2], [1, 2], [0, 1], [0, 2], [0])
 

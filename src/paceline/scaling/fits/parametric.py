@@ -1,25 +1,18 @@
-"""The parametric method: one surface fitted to all runs at once, by variable projection.
+"""The parametric methods: one surface fitted to all runs at once, and a test of whether it fits.
 
-It uses every run, not only those near a minimum, and runs need not share budgets. Replicates are
-fitted in one batch. Replicates whose exponents reach the allowed range are dropped and counted: if
-there are many of them, the sweep does not determine the surface.
+`fit_parametric` uses variable projection. Replicates whose exponents reach the allowed range are
+dropped and counted: if there are many of them, the sweep does not determine the surface.
 
-The parametric method as published: Huber loss on log L, from a grid of starting points.
+`fit_huber` is the method as published (Hoffmann et al. 2022): a Huber loss with a knee of 1e-3 on
+log L, robust to a few bad runs, from a grid of starts because it has several local minima. The
+objective is a sum over runs, never a mean, and iteration stops only when the surface stops moving:
+a mean with an optimiser's default tolerance would stop near the starting point.
 
-The logarithm of the surface is a log-sum-exp of five unconstrained numbers. A Huber loss with a
-knee of 1e-3 is nearly an absolute error, robust to a few bad runs. It has several local minima,
-hence the grid of starts. All starts, and then all replicates, take damped Gauss-Newton steps in one
-batch. The objective is a sum over runs, never a mean, and iteration stops only when the surface
-stops moving: a mean with an optimiser's default tolerance would stop near the starting point.
-
-Tests whether a surface describes its runs to within their noise.
-
-If it does, the residuals are noise, and no smooth function of log N and log D explains more of them
-than chance would. Known departures leave known patterns: the penalty of a learning rate tuned at
-one size grows with the square of log N; an optimum that drifts with compute couples log N and
-log D; a warm-up of fixed length costs in proportion to 1/D. Each of these, and low powers of both
-logarithms as a catch-all, is subjected to an F test after projecting out the surface's own
-coefficients. The p-values are multiplied by the number of tests (Bonferroni).
+`find_lack_of_fit` tests whether the residuals are noise. Known departures leave known patterns: the
+penalty of a learning rate tuned at one size grows with the square of log N; an optimum that drifts
+with compute couples log N and log D; a warm-up of fixed length costs in proportion to 1/D. Each of
+these, and low powers of both logarithms as a catch-all, is subjected to an F test after projecting
+out the surface's own coefficients, with p-values times the number of tests (Bonferroni).
 """
 
 import dataclasses

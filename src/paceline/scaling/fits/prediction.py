@@ -1,15 +1,13 @@
-"""Predictions common to all methods: the best N and D and their loss, with bands, at any budget.
+"""The best N and D and their loss at any budget with bands, and the profile interval of the best N.
 
 A method provides a point estimate and draws (replicates). N is drawn and D is always C / 6N, so
 that the two are consistent. Bands are percentiles of the draws.
 
-Profile intervals: the range of the best N that is compatible with the runs.
-
-For a budget C, write the surface about its own optimum (N*, D*):
-L = E + K (x/alpha + y/beta) with x = (N/N*)^-alpha and y = (D/D*)^-beta. The optimality of N* is
-built into this form, so N* can be fixed at any value while the other four are refitted. The
+The profile interval needs no replicates and checks the bootstrap. For a budget C, write the surface
+about its own optimum (N*, D*): L = E + K (x/alpha + y/beta) with x = (N/N*)^-alpha and
+y = (D/D*)^-beta, so that N* can be fixed at any value while the other four are refitted. The
 interval contains the values whose sum of squares exceeds the minimum by no more than an F test
-allows. It needs no replicates and assumes no symmetry; it serves as a check on the bootstrap.
+allows.
 """
 
 import dataclasses

@@ -1,1 +1,0 @@
-"""Multi-step workflows. Imports nothing, so that parsing a command stays fast."""

@@ -1,1 +1,0 @@
-"""Sweeps of small runs that determine how large a model to train: design, execution, resume."""
