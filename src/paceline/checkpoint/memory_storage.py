@@ -18,6 +18,7 @@ import msgspec
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.storage import DirectoryStorage, file_errors, shared_lock
+from paceline.core.files import create_atomically
 
 _PREFIX = "paceline-"
 _OWNER = "owner.json"
@@ -41,7 +42,6 @@ def run_token(path: pathlib.Path) -> str:
     Creates the token if there is none.
     """
     with file_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         return _read_or_create(path)
 
 
@@ -126,13 +126,8 @@ class MemoryStorage(DirectoryStorage):
 
 def _read_or_create(path: pathlib.Path) -> str:
     """Returns a file's random content, which the first process draws."""
-    drawn = os.urandom(16).hex()
-    unfinished = path.with_name(f".{path.name}-{drawn}")
     if not path.exists():
-        unfinished.write_text(drawn, encoding="ascii")
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(unfinished)
-        unfinished.unlink()
+        create_atomically(path, os.urandom(16).hex().encode("ascii"))
     return path.read_text(encoding="ascii")
 
 
