@@ -5,18 +5,24 @@ import json
 import os
 import pathlib
 import random
+import shutil
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from paceline.checkpoint.catalog import list_checkpoints, verify_checkpoint
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.dcp_writer import PendingSave
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.restore import Source, load_newest_valid, load_step
-from paceline.checkpoint.state import capture_random_state, restore_random_state
+from paceline.checkpoint.state import (
+    capture_random_state,
+    load_training_state,
+    restore_random_state,
+)
 from paceline.checkpoint.storage import open_checkpoints
 from tests.unit.checkpoint.runs import SmallRun, equal, save_steps
 from tests.unit.data.s3_server import s3_server
@@ -209,3 +215,23 @@ def test_random_numbers_go_on_where_they_were(tmp_path: pathlib.Path) -> None:
     assert draw() != expected
     restore_random_state(state)
     assert draw() == expected
+
+
+def test_a_checkpoint_of_version_0_2_still_loads(tmp_path: pathlib.Path) -> None:
+    saved = pathlib.Path(__file__).parent / "saved"
+    place = shutil.copytree(saved, tmp_path / "checkpoints")
+    assert list(verify_checkpoint(place, 3)) == []
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    restored = load_newest_valid(
+        place, lambda source: load_training_state(source, model, {"main": optimizer})
+    )
+    assert restored is not None
+    assert (restored.step, restored.identity) == (3, {"data": {"consumed_samples": 12}})
+    assert restored.ranks == [{"random": 1}]
+    assert model.weight.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert model.bias.tolist() == [-1.0, 0.5]
+    state = optimizer.state[model.weight]
+    assert float(state["step"]) == 1.0
+    assert torch.allclose(state["exp_avg"], torch.full((2, 3), 0.1))
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -15,7 +15,7 @@ from paceline.reports.document.training_run import run_page, write_run_page
 from paceline.reports.evidence.training_run import read_run
 from paceline.training.forecast import Forecast
 from paceline.training.metrics import EventRow, MetricsFile, MetricsRow
-from tests.unit.training.metrics.row_factory import (
+from tests.unit.training.row_factory import (
     CORRECTED,
     evaluation_row,
     expectation,

@@ -1,4 +1,4 @@
-"""Tests of exporting a checkpoint as a Hugging Face model and importing it, bit for bit."""
+"""Tests of export, import and generation from checkpoints."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from paceline.training.exchange import export_model, import_model, open_saved_mo
 from paceline.training.toml_config import decode_config
 from tests.unit.checkpoint.runs import save_steps
 from tests.unit.data.s3_server import s3_server
-from tests.unit.training.exchange.small_runs import SHAPE, save_run
+from tests.unit.training.small_models import SHAPE, save_run
 
 
 @pytest.mark.parametrize("shape", [SHAPE, dataclasses.replace(SHAPE, tied_embeddings=True)])
@@ -139,3 +139,61 @@ def test_checkpoints_without_a_tokenizer_are_exported_without(
         "model.safetensors",
     ]
     assert json.loads((tmp_path / "o" / "config.json").read_text())["eos_token_id"] == 255
+
+
+PROMPT = "So it goes. 你"
+
+
+def _generate(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["generate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def _likeliest(model: TransformerLM, prompt: str, number: int) -> str:
+    tokens = torch.tensor(list(prompt.encode()))
+    for _ in range(number):
+        tokens = torch.cat([tokens, model(tokens[None])[0, -1].argmax()[None]])
+    return bytes(tokens.tolist()).decode(errors="replace")
+
+
+def test_it_says_what_the_model_says(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_run(tmp_path / "run", steps=(10, 20))
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    greedy = ("--prompt", PROMPT, "--tokens", "30", "--temperature", "0")
+    text = _generate(capsys, run, *greedy)
+    assert text == f"{_likeliest(model, PROMPT, 30)}\n"
+    assert _generate(capsys, run, *greedy, "--step", "10") != text
+    assert main(["checkpoint", "export", run, "--out", out]) == 0
+    capsys.readouterr()
+    assert _generate(capsys, out, *greedy) == text
+    answer = json.loads(_generate(capsys, run, *greedy, "--json"))
+    assert answer["prompt"] + answer["text"] + "\n" == text
+    assert (answer["step"], answer["num_tokens"]) == (20, 30)
+
+
+def test_chance_has_a_seed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path / "run")
+    drawn = [
+        _generate(capsys, str(tmp_path / "run"), "--tokens", "20", "--top-k", "9", "--seed", seed)
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_cannot_be_continued_is_said(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*arguments: str) -> str:
+        assert main(["generate", *arguments]) != 0
+        return capsys.readouterr().err
+
+    save_run(tmp_path / "run")
+    run = str(tmp_path / "run")
+    long = "x" * SHAPE.max_context_length
+    assert "fills the model's context" in error(run, "--prompt", long)
+    assert "no complete checkpoint" in error(str(tmp_path / "nowhere"))
+    assert "--tokens 0" in error(run, "--tokens", "0")
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in error(run)

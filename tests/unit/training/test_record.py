@@ -17,7 +17,7 @@ from paceline.training.metrics import EventRow, MetricsFile
 from paceline.training.observers import FileObserver
 from paceline.training.record import RecordObserver, run_case
 from paceline.training.run import expect
-from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+from tests.unit.training.row_factory import evaluation_row, expectation, started, step_row
 
 _SESSION = Session(
     placement=local_placement("spawn", 0, 2), device=torch.device("cpu"), backend="gloo"

@@ -12,7 +12,7 @@ from paceline.training.config import DataConfig, LoggingConfig, RunConfig, SinkN
 from paceline.training.metrics import EventRow
 from paceline.training.observers import Observer, Observers
 from paceline.training.sinks import make_sinks, require_sinks
-from tests.unit.training.metrics.row_factory import evaluation_row, expectation, started, step_row
+from tests.unit.training.row_factory import evaluation_row, expectation, started, step_row
 
 
 def _sink(directory: pathlib.Path, name: SinkName) -> Observer:

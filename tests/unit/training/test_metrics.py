@@ -11,7 +11,7 @@ from paceline.training.metrics import (
     run_metrics,
     steady_steps,
 )
-from tests.unit.training.metrics.row_factory import (
+from tests.unit.training.row_factory import (
     CORRECTED,
     evaluation_row,
     expectation,
