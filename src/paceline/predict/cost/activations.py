@@ -51,7 +51,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.accounting.explanation import Quantity
 from paceline.accounting.flops import divide_into_stages
 from paceline.accounting.parameters import count_parameters
 from paceline.core.specs import ModelShape
@@ -116,7 +115,7 @@ _FLOAT32_BYTES = 4
 
 def block_bytes_per_token(
     layouts: Layouts, workload: Workload, *, checkpointing: Any = None
-) -> Quantity:
+) -> Any:
     """Returns the bytes per token that a block keeps on one device.
 
     `checkpointing` overrides that of the layouts. 0 gives the memory of a block while it is
@@ -124,21 +123,15 @@ def block_bytes_per_token(
     """
     chosen = layouts.checkpointing if checkpointing is None else checkpointing
     scores = np.where(chosen == CHECKPOINTING["none"], score_bytes(workload), 0)
-    split, tensor = Quantity(layouts.stream_split, "split"), Quantity(layouts.tensor, "tensor")
-    block_input = Quantity(workload.compute_bytes * workload.shape.d_model, "input of a block")
-    everything = (
-        Quantity(stream_bytes(workload), "stream") / split
-        + Quantity(matrix_bytes(workload), "matrices") / tensor
-        + Quantity(scores, "scores") / tensor
-    )
+    split, tensor = layouts.stream_split, layouts.tensor
+    block_input = workload.compute_bytes * workload.shape.d_model / split
+    everything = stream_bytes(workload) / split + matrix_bytes(workload) / tensor + scores / tensor
     if workload.experts is not None:
-        routed = Quantity(routed_bytes(workload, workload.experts), "routed")
-        everything = everything + routed / split
+        everything = everything + routed_bytes(workload, workload.experts) / split
     if workload.framework_memory.selective == "odd matmuls":
-        saved = Quantity(odd_matmul_bytes(workload), "odd matmuls") / tensor
-        is_selective = chosen == CHECKPOINTING["selective"]
-        everything = Quantity.choose(is_selective, block_input / split + saved, everything)
-    return Quantity.choose(chosen == CHECKPOINTING["full"], block_input / split, everything)
+        saved = odd_matmul_bytes(workload) / tensor
+        everything = np.where(chosen == CHECKPOINTING["selective"], block_input + saved, everything)
+    return np.where(chosen == CHECKPOINTING["full"], block_input, everything)
 
 
 def odd_matmul_bytes(workload: Workload) -> Any:
@@ -226,17 +219,18 @@ def trainer_loads(layouts: Layouts, workload: Workload) -> StageLoads:
     )
 
 
-def kept_activations(layouts: Layouts, workload: Workload) -> Quantity:
+def kept_activations(layouts: Layouts, workload: Workload) -> Any:
     """Returns the bytes that the first stage keeps for backward at its peak."""
-    tokens = Quantity(workload.tokens, "tokens") / Quantity(layouts.context, "context")
-    blocks = Quantity(blocks_in_flight(layouts, workload)[0], "blocks in flight")
-    return block_bytes_per_token(layouts, workload) * tokens * blocks
+    tokens = workload.tokens / layouts.context
+    return (
+        block_bytes_per_token(layouts, workload) * tokens * blocks_in_flight(layouts, workload)[0]
+    )
 
 
 def recomputed_bytes(layouts: Layouts, workload: Workload) -> Any:
     """Returns the extra bytes of one block while it is recomputed; 0 without recomputation."""
     again = block_bytes_per_token(layouts, workload, checkpointing=CHECKPOINTING["none"])
-    more = again.value - block_bytes_per_token(layouts, workload).value
+    more = again - block_bytes_per_token(layouts, workload)
     return more * workload.tokens / layouts.context
 
 

@@ -29,9 +29,7 @@ from typing import Any
 import numpy as np
 
 from paceline.accounting.collectives import Numbers
-from paceline.accounting.explanation import Quantity, first_number
 from paceline.accounting.overlap import least_exposed_s
-from paceline.core.units import format_seconds
 from paceline.predict.cost.cluster import Cluster, Span, Tiers, collective_time_s, send_time_s
 from paceline.predict.cost.experts import Experts
 from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
@@ -152,7 +150,7 @@ def exposed_data(
     num_parameters: Any,
     hidden: Numbers,
     cluster: Cluster,
-) -> Quantity:
+) -> Any:
     """Returns the exposed communication of averaging gradients and gathering parameters.
 
     ZeRO-3 gathers in every forward and every backward. ZeRO-1 and 2 gather once, overlapped with
@@ -174,18 +172,10 @@ def exposed_data(
         never = cluster.exposed_share * communication
         return never + least_exposed_s(communication - never, beside)
 
-    total = (
+    return (
         exposed(gathered, forward) * np.where(every_pass, passes, 1)
         + exposed(in_other_backwards, backward) * (passes - 1)
         + exposed(in_backward + gradients, backward)
-    )
-    return Quantity(
-        total,
-        "exposed time of averaging gradients and gathering parameters",
-        lambda _: (
-            f"{format_seconds(first_number(gradients))} for all gradients, "
-            f"{format_seconds(first_number(gathered))} for all parameters, each time"
-        ),
     )
 
 

@@ -35,13 +35,10 @@ The largest stage has experts in all of its blocks, if the model has that many b
 """
 
 import dataclasses
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import ParameterCount, count_parameters
 from paceline.predict.cost.activations import (
     block_bytes_per_token,
@@ -102,35 +99,30 @@ class LayoutMemory:
 class _Part(NamedTuple):
     """A group of parameters with the same division over ranks."""
 
-    name: str
     stage: Any
     """Number in the largest pipeline stage, before any division."""
     block: Any
     """Number in one block that fully sharded ranks gather."""
-    ranks: Quantity
+    ranks: Any
     """Ranks that divide the parameters before any sharding."""
     shards: Any
     """Ranks over which a ZeRO stage shards the parameters."""
 
 
-def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity]:
-    """Returns the states of one device with their formulas, keyed by `StateBytes` field."""
+def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
+    """Returns the states of one device."""
     counted = _counted(workload)
     parts = _parts(layouts, workload, counted)
-    held = functools.reduce(operator.add, (part.stage / part.ranks.value for part in parts))
+    held = sum(part.stage / part.ranks for part in parts)
     at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
     shards = layouts.state_shards
     sharded = (layouts.stage >= SHARDING_STAGES["gradients"]) & (shards > 1) & at_once
     framework = workload.framework_memory
 
-    def owned(size: int, divided: Any) -> Quantity:
-        sizes = (
-            Quantity(part.stage, part.name)
-            * Quantity(size, "bytes")
-            / (part.ranks * Quantity(np.where(divided, part.shards, 1), "shards"))
-            for part in parts
+    def owned(size: int, divided: Any) -> Any:
+        return sum(
+            part.stage * size / (part.ranks * np.where(divided, part.shards, 1)) for part in parts
         )
-        return functools.reduce(operator.add, sizes)
 
     away = (layouts.stage >= SHARDING_STAGES["parameters"]) & (shards > 1)
     gathered, averaged_at_once = _units_in_flight(layouts, counted, parts)
@@ -141,40 +133,32 @@ def state_quantities(layouts: Layouts, workload: Workload) -> dict[str, Quantity
     in_flight = np.where(
         sharded, np.minimum(averaged_at_once, held), held if workload.bucket_copies else 0.0
     )
-    return {
-        "parameters": owned(workload.parameter_bytes, layouts.stage >= 3),
-        "weight_copies": _weight_copies(layouts, workload, counted, parts, away),
-        "gathered": Quantity(
-            np.where(away, gathered, 0.0),
-            "(2 blocks + the larger of block and embedding, at most all) / tensor",
-        )
-        * Quantity(workload.compute_bytes, "bytes"),
-        "gradients": owned(workload.gradient_bytes + framework.low_gradient_bytes, sharded),
-        "buckets": Quantity(np.where(averaged, in_flight, 0.0), "gradients while they are averaged")
-        * Quantity(workload.reduction_bytes, "bytes"),
-        "optimizer_state": owned(
-            workload.optimizer_bytes + framework.step_bytes, layouts.stage >= 1
-        ),
-    }
+    return StateBytes(
+        parameters=owned(workload.parameter_bytes, layouts.stage >= 3),
+        weight_copies=_weight_copies(layouts, workload, counted, parts, away),
+        gathered=np.where(away, gathered, 0.0) * workload.compute_bytes,
+        gradients=owned(workload.gradient_bytes + framework.low_gradient_bytes, sharded),
+        buckets=np.where(averaged, in_flight, 0.0) * workload.reduction_bytes,
+        optimizer_state=owned(workload.optimizer_bytes + framework.step_bytes, layouts.stage >= 1),
+    )
 
 
 def _parts(layouts: Layouts, workload: Workload, counted: ParameterCount) -> list[_Part]:
     """Returns the dense parameters, and for a mixture also the experts and the routers."""
-    name = "N" if np.all(layouts.pipeline == 1) else "N of the fullest stage"
     unit = (counted.attention + counted.feed_forward) / workload.shape.num_layers
-    tensor, shards = Quantity(layouts.tensor, "tensor"), layouts.state_shards
-    dense = _Part(name, stage_parameters(layouts, workload), unit, tensor, shards)
+    shards = layouts.state_shards
+    dense = _Part(stage_parameters(layouts, workload), unit, layouts.tensor, shards)
     experts, shape = workload.experts, workload.shape
     if experts is None:
         return [dense]
     blocks = blocks_with_experts(layouts, workload, experts)
     routed = expert_parameters(experts, shape) * experts.num_experts
     router = router_parameters(experts, shape)
-    ranks = Quantity(np.asarray(layouts.expert), "expert")
+    # Experts are divided over the expert axis, routers over no axis.
     return [
         dense,
-        _Part("experts", routed * blocks, routed, ranks, expert_shards(layouts)),
-        _Part("routers", router * blocks, router, Quantity(1, "no axis"), shards),
+        _Part(routed * blocks, routed, np.asarray(layouts.expert), expert_shards(layouts)),
+        _Part(router * blocks, router, 1, shards),
     ]
 
 
@@ -186,22 +170,22 @@ def _units_in_flight(
     if not others:
         largest = np.maximum(dense.block, counted.embedding)
         return (2 * dense.block + largest) / tensor, _UNITS_REDUCED * largest / tensor
-    unit = sum(part.block / part.ranks.value for part in parts)
+    unit = sum(part.block / part.ranks for part in parts)
     largest = np.maximum(unit, counted.embedding / tensor)
     return 2 * unit + largest, _UNITS_REDUCED * largest
 
 
 def _weight_copies(
     layouts: Layouts, workload: Workload, counted: ParameterCount, parts: list[_Part], away: Any
-) -> Quantity:
+) -> Any:
     """Returns the bytes of compute-dtype copies of float32 matrices."""
     precision = workload.precision
     keeps_copies = precision.autocast and precision.compute != precision.parameters
-    size = Quantity(workload.compute_bytes, "bytes")
-    matrices = Quantity(np.where(away, 0.0, counted.matmul if keeps_copies else 0.0), "matrices")
-    copies = matrices * size / (parts[0].ranks * Quantity(layouts.pipeline, "pipeline"))
+    size = workload.compute_bytes
+    matrices = np.where(away, 0.0, counted.matmul if keeps_copies else 0.0)
+    copies = matrices * size / (parts[0].ranks * layouts.pipeline)
     for part in parts[1:] if keeps_copies else ():
-        copies = copies + Quantity(np.where(away, 0.0, part.stage), part.name) * size / part.ranks
+        copies = copies + np.where(away, 0.0, part.stage) * size / part.ranks
     return copies
 
 
@@ -246,16 +230,10 @@ def expert_shards(layouts: Layouts) -> Any:
     return np.maximum(layouts.tensor * layouts.context * layouts.shard / layouts.expert, 1)
 
 
-def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
-    """Returns the states of one device."""
-    quantities = state_quantities(layouts, workload)
-    return StateBytes(**{name: quantity.value for name, quantity in quantities.items()})
-
-
 def layout_memory(layouts: Layouts, workload: Workload) -> LayoutMemory:
     """Returns the peak memory of one device, using the largest stage for each part."""
-    first = kept_activations(layouts, workload).value
-    per_token = block_bytes_per_token(layouts, workload).value
+    first = kept_activations(layouts, workload)
+    per_token = block_bytes_per_token(layouts, workload)
     tokens = workload.tokens / layouts.context
     last = per_token * tokens * blocks_in_flight(layouts, workload)[1]
     peak = np.maximum(

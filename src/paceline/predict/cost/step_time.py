@@ -47,16 +47,14 @@ matmuls, and full recomputation one more. m, w and u are 0 unless a calibration 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.accounting.collectives import Numbers
-from paceline.accounting.explanation import Quantity
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
-from paceline.core.units import format_decimal, format_seconds
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.communication import (
     MeshSpans,
@@ -206,115 +204,84 @@ def step_time(
     layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
 ) -> StepTime:
     """Returns the terms of every layout. A fraction `hidden` of a pass can hide communication."""
-    quantities = step_quantities(layouts, workload, cluster, hidden=hidden)
-    return StepTime(**{name: quantity.value for name, quantity in quantities.items()})
-
-
-def step_quantities(
-    layouts: Layouts, workload: Workload, cluster: Cluster, *, hidden: Numbers = 1.0
-) -> dict[str, Quantity]:
-    """Returns the terms of every layout with their formulas, keyed by `StepTime` field."""
     if np.min(hidden) < 0 or np.max(hidden) > 1:
         raise UsageError(f"hidden is {hidden}; it is a fraction of a pass, from 0 to 1")
-    shape = workload.shape
     spans = MeshSpans.of(layouts, cluster.tiers)
     operations = flops_per_pass(layouts, workload)
     num_parameters = _num_parameters(layouts, workload)
+    passes, stages = np.asarray(workload.num_micro_batches), layouts.pipeline
+    layers = workload.shape.num_layers / stages
+    tokens = workload.tokens / layouts.context
+    flops_per_s, bandwidth = cluster.flops_per_s, cluster.memory_bytes_per_s
 
-    passes = Quantity(np.asarray(workload.num_micro_batches), "micro-batches")
-    stages = Quantity(layouts.pipeline, "pipeline")
-    layers = Quantity(shape.num_layers / layouts.pipeline, "layers")
-    tokens = Quantity(workload.tokens / layouts.context, "tokens")
-    flops_per_s = Quantity(cluster.flops_per_s, "FLOP/s", _rate("FLOP/s"))
-    bandwidth = Quantity(cluster.memory_bytes_per_s, "bandwidth", _rate("B/s"))
-    lost = small_matmul_flops(layouts, workload, cluster)
-    matrices = Quantity(operations.layer_matrices + lost, "FLOPs of matmuls")
-    attention = _seconds(attention_time_s(layouts, workload, cluster), "attention")
-    lost_in_head = small_head_flops(layouts, workload, cluster)
-    head = Quantity(operations.head + lost_in_head, "output layer")
-    moved = Quantity(elementwise_bytes(layouts, workload), "bytes per token and layer")
-    loss = Quantity(loss_bytes(layouts, workload), "loss")
-    kernels = Quantity(num_kernels(layouts, workload), "kernels")
-    launch = kernels * _seconds(cluster.launch_s, "seconds each")
-    tensor = _seconds(tensor_time_s(layouts, workload, spans), "collectives of the tensor axis")
-    waits, expert = tensor, _seconds(0.0, "no experts")
+    # Per layer and micro-batch.
+    matrices = operations.layer_matrices + small_matmul_flops(layouts, workload, cluster)
+    attention_s = attention_time_s(layouts, workload, cluster)
+    moved = elementwise_bytes(layouts, workload)
+    kernels = num_kernels(layouts, workload)
+    tensor_s = tensor_time_s(layouts, workload, spans)
+    context_s = context_time_s(layouts, workload, spans)
+    waits_s, routed_s = tensor_s, 0.0
     if workload.experts is not None:
-        sent = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
-        routed = _seconds(sent, "all-to-alls of the expert axis")
-        waits, expert = tensor + routed, passes * layers * routed
-    context = _seconds(context_time_s(layouts, workload, spans), "keys and values gathered")
-    handed_on = _seconds(pipeline_time_s(layouts, workload, spans), "messages between stages")
-
-    layer = matrices / flops_per_s + attention + tokens * moved / bandwidth
+        routed_s = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
+        waits_s = tensor_s + routed_s
+    work_s = matrices / flops_per_s + attention_s + tokens * moved / bandwidth
     # The host runs ahead of the device, so launches count only if they exceed the layer's work.
-    late = np.maximum(kernels.value * cluster.dispatch_s - (layer + waits + context).value, 0.0)
-    launch = launch + _seconds(late, "launches that take longer than the layer's work")
-    per_block = engine_block_s(layouts, cluster)
-    layer_s = (layer + launch + waits + context).value + per_block
-    measured = _seconds(layer_s * (_cell_factor(layouts, workload, cluster) - 1), "cells")
-    layer_s = layer_s + measured.value
-    head_s = (head / flops_per_s + tokens * loss / bandwidth).value
-    mean_s = layers.value * layer_s + head_s / layouts.pipeline
-    slowest_s = np.maximum(
-        np.ceil(layers.value) * layer_s, np.floor(layers.value) * layer_s + head_s
-    )
-    through_stages = engine_stages_s(layouts, cluster)
-    handed_on_s = handed_on.value + through_stages
-    busy = _seconds(passes.value * (mean_s + handed_on_s), "busy time of the mean stage")
-    engine_s = passes.value * (layers.value * per_block + through_stages)
-    engine_s = engine_s + engine_data_s(layouts, workload, cluster)
+    late_s = np.maximum(kernels * cluster.dispatch_s - (work_s + waits_s + context_s), 0.0)
+    launch_s = kernels * cluster.launch_s + late_s
+    block_s = engine_block_s(layouts, cluster)
+    layer_s = work_s + launch_s + waits_s + context_s + block_s
+    measured_s = layer_s * (_cell_factor(layouts, workload, cluster) - 1)
+    layer_s = layer_s + measured_s
+
+    # Per stage and micro-batch.
+    head = operations.head + small_head_flops(layouts, workload, cluster)
+    loss = loss_bytes(layouts, workload)
+    head_s = head / flops_per_s + tokens * loss / bandwidth
+    mean_s = layers * layer_s + head_s / stages
+    slowest_s = np.maximum(np.ceil(layers) * layer_s, np.floor(layers) * layer_s + head_s)
     shared = cluster.oversubscription
     slowest_s = np.maximum(slowest_s / shared, mean_s) if shared > 1 else slowest_s
+    messages_s = pipeline_time_s(layouts, workload, spans)
+    through_stages_s = engine_stages_s(layouts, cluster)
+    busy_s = passes * (mean_s + (messages_s + through_stages_s))
+
+    # Per step.
+    engine_s = passes * (layers * block_s + through_stages_s)
     shards = np.where(layouts.stage > 0, layouts.state_shards, 1)
-    owned = Quantity(num_parameters / layouts.model_devices / shards, "parameters updated")
-    update = Quantity(workload.update_bytes, "bytes read and written")
-    return {
-        "compute_s": passes
-        * ((layers * matrices + head / stages) / flops_per_s + layers * attention),
-        "memory_s": passes * tokens * (layers * moved + loss / stages) / bandwidth,
-        "launch_s": passes * layers * launch,
-        "tensor_s": passes * layers * tensor,
-        "context_s": passes * layers * context,
-        "expert_s": expert,
-        "stages_s": passes * handed_on,
-        "imbalance_s": passes * _seconds(slowest_s - mean_s, "(slowest stage - mean stage)"),
-        "bubble_s": _bubble(layouts, passes, shared) * busy,
-        "data_s": exposed_data(
-            layouts, workload, spans, slowest_s, num_parameters, hidden, cluster
-        ),
-        "optimizer_s": owned * update / _update_rate(cluster, bandwidth),
-        "engine_s": _seconds(engine_s, "calls of torch's engine"),
-        "fixed_s": _seconds(cluster.step_s, "fixed time per step"),
-        "measured_s": passes * layers * measured,
-    }
+    owned = num_parameters / layouts.model_devices / shards
+    update_rate = bandwidth if cluster.update_bytes_per_s is None else cluster.update_bytes_per_s
+    return StepTime(
+        compute_s=passes
+        * ((layers * matrices + head / stages) / flops_per_s + layers * attention_s),
+        memory_s=passes * tokens * (layers * moved + loss / stages) / bandwidth,
+        launch_s=passes * layers * launch_s,
+        tensor_s=passes * layers * tensor_s,
+        context_s=passes * layers * context_s,
+        expert_s=passes * layers * routed_s,
+        stages_s=passes * messages_s,
+        imbalance_s=passes * (slowest_s - mean_s),
+        bubble_s=_bubble(layouts, passes, shared) * busy_s,
+        data_s=exposed_data(layouts, workload, spans, slowest_s, num_parameters, hidden, cluster),
+        optimizer_s=owned * workload.update_bytes / update_rate,
+        engine_s=engine_s + engine_data_s(layouts, workload, cluster),
+        fixed_s=cluster.step_s,
+        measured_s=passes * layers * measured_s,
+    )
 
 
-def _bubble(layouts: Layouts, passes: Quantity, shared: float) -> Any:
+def _bubble(layouts: Layouts, passes: Any, shared: float) -> Any:
     """Returns the pipeline bubble if `shared` ranks share a processor."""
     stages: Any = layouts.pipeline
     parts: Any = layouts.pipeline_interleave
     if shared > 1:
         stages, parts = np.maximum(stages / shared, 1.0), parts * shared
-    return pipeline_bubble(Quantity(stages, "pipeline"), passes, Quantity(parts, "interleave"))
-
-
-def _update_rate(cluster: Cluster, bandwidth: Quantity) -> Quantity:
-    if cluster.update_bytes_per_s is None:
-        return bandwidth
-    return Quantity(cluster.update_bytes_per_s, "bandwidth of the optimizer", _rate("B/s"))
+    return pipeline_bubble(stages, passes, parts)
 
 
 def pipeline_bubble(num_stages: Any, num_micro_batches: Any, interleave: Any = 1) -> Any:
     """Returns the ratio of a pipeline's idle time to its busy time, (p - 1) / (v m)."""
     return (num_stages - 1) / (interleave * num_micro_batches)
-
-
-def _seconds(value: Any, name: str) -> Quantity:
-    return Quantity(value, name, format_seconds)
-
-
-def _rate(unit: str) -> Callable[[float], str]:
-    return lambda value: format_decimal(value, unit)
 
 
 def _num_parameters(layouts: Layouts, workload: Workload) -> Any:

@@ -93,7 +93,7 @@ def test_a_gated_block_keeps_what_torch_packs(name: str) -> None:
         tensor.untyped_storage().nbytes() for at, tensor in saved.items() if at not in others
     )
     assert outputs.requires_grad
-    predicted = kept_activations(Layouts.of([ParallelLayout()]), _workload(shape, BFLOAT16)).value
+    predicted = kept_activations(Layouts.of([ParallelLayout()]), _workload(shape, BFLOAT16))
     assert predicted == [packed]
     ratio = shape.key_value_heads / shape.num_heads
     width, heads = shape.d_model, shape.num_heads
@@ -107,7 +107,7 @@ def test_one_device_in_float32_keeps_what_the_models_formula_says(name: str) -> 
     batch = BatchShape(num_sequences=SEQUENCES, context_length=LENGTH)
     kept = block_bytes_per_token(
         Layouts.of([ParallelLayout()]), _workload(shape, precision_preset("float32"))
-    ).value
+    )
     # Paceline's model concatenates its heads in a copy, which these blocks avoid.
     joined = 4 * shape.attention_width
     assert kept * batch.tokens_per_pass == [block_bytes(shape, batch) - joined * 60]
@@ -117,7 +117,7 @@ def test_axes_divide_what_they_should() -> None:
     workload = _workload(SHAPES["as many key heads"], BFLOAT16)
 
     def kept(**axes: int) -> float:
-        return float(kept_activations(Layouts.of([ParallelLayout(**axes)]), workload).value[0])
+        return float(kept_activations(Layouts.of([ParallelLayout(**axes)]), workload)[0])
 
     assert kept(context=4) == kept() / 4
     assert kept(tensor=4, sequence_parallel=True) == kept() / 4
@@ -125,4 +125,4 @@ def test_axes_divide_what_they_should() -> None:
     assert kept(replicate=4) == kept()
     # Flash attention stores no scores, so selective recomputation saves nothing.
     selective = Layouts.of([ParallelLayout(activation_checkpointing="selective")])
-    assert kept_activations(selective, workload).value == [kept()]
+    assert kept_activations(selective, workload) == [kept()]

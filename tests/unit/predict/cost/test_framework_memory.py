@@ -50,10 +50,10 @@ def test_odd_matmuls_are_query_value_gate_and_down() -> None:
     # 16-bit outputs of query, attention, value, gate and down; one float32 softmax sum per head.
     assert odd_matmul_bytes(workload(TITAN)) == 2 * (4096 + 4096 + 1024 + 14_336 + 4096) + 4 * 32
     selective = layout(activation_checkpointing="selective")
-    kept = block_bytes_per_token(selective, workload(TITAN)).value
+    kept = block_bytes_per_token(selective, workload(TITAN))
     assert kept == odd_matmul_bytes(workload(TITAN)) + 2 * 4096
-    everything = block_bytes_per_token(layout(), workload(TITAN)).value
-    assert everything == block_bytes_per_token(selective, workload()).value > 3 * kept
+    everything = block_bytes_per_token(layout(), workload(TITAN))
+    assert everything == block_bytes_per_token(selective, workload()) > 3 * kept
 
 
 def test_fused_kernels_and_float8_keep_less() -> None:
@@ -65,7 +65,7 @@ def test_fused_kernels_and_float8_keep_less() -> None:
         ),
     }
     for framework, expected in by_hand.items():
-        kept = block_bytes_per_token(layout(), workload(framework)).value
+        kept = block_bytes_per_token(layout(), workload(framework))
         assert kept == expected
 
 

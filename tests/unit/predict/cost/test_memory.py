@@ -65,7 +65,7 @@ def _published(name: str, **options: Any) -> tuple[Layouts, Workload]:
 
 
 def _activations(name: str, **options: Any) -> float:
-    return float(kept_activations(*_published(name, **options)).value[0])
+    return float(kept_activations(*_published(name, **options))[0])
 
 
 def _states(layout: ParallelLayout, precision: Precision = MIXED, **options: Any) -> StateBytes:
@@ -209,12 +209,12 @@ def test_full_recomputation_holds_a_block_again() -> None:
 
 @pytest.mark.parametrize(("interleave", "blocks"), [(1, 12), (3, 12 * (1 + 3 / 12))])
 def test_micro_batches_in_flight(interleave: int, blocks: float) -> None:
-    one = kept_activations(Layouts.of([ParallelLayout()]), WORKLOAD).value / 12
+    one = kept_activations(Layouts.of([ParallelLayout()]), WORKLOAD) / 12
     layout = ParallelLayout(pipeline=4, pipeline_interleave=interleave)
     many = dataclasses.replace(WORKLOAD, num_micro_batches=64)
-    assert kept_activations(Layouts.of([layout]), many).value == pytest.approx(one * blocks)
+    assert kept_activations(Layouts.of([layout]), many) == pytest.approx(one * blocks)
     single = dataclasses.replace(WORKLOAD, num_micro_batches=1)
-    assert kept_activations(Layouts.of([layout]), single).value == pytest.approx(one * 3)
+    assert kept_activations(Layouts.of([layout]), single) == pytest.approx(one * 3)
 
 
 def test_one_device_holds_what_the_formula_for_one_device_says() -> None:
