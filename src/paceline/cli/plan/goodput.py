@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from paceline.cli.output import (
     Flat,
@@ -13,46 +13,27 @@ from paceline.cli.output import (
     stdout_console,
 )
 from paceline.core.errors import UsageError
-from paceline.core.units import parse_bytes, parse_rate, parse_seconds
-
-if TYPE_CHECKING:
-    from paceline.planner.goodput.options import Constants
+from paceline.core.units import parse_rate, parse_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputCommand:
     """Simulate failures in long runs: restarts or replicas, spare hosts, kinds of checkpoints.
 
-    By default, devices fail as often as in the training of Llama 3. Times are those of large
+    Devices fail as often as in the training of Llama 3. Times are those of large
     clusters or those measured on a small machine; flags override them.
     """
 
     devices: tuple[int, ...] = (1_024, 16_384, 100_000)
     """Numbers of devices to simulate."""
-    days: float = 60.0
-    """Length of the run, in days."""
     constants: Literal["cluster", "measured"] = "cluster"
     """Where times come from: reports of large runs, or Paceline measured on a small machine."""
-    device_interval_h: float | None = None
-    """Mean hours between failures of one device; by default 50,700, as for Llama 3."""
     detection: str | None = None
     """Time from a failure until the job is stopped, such as 30s."""
     restart: str | None = None
     """Time to start all ranks, such as 5min; the rendezvous comes on top."""
-    heal: str | None = None
-    """Time to restart one replica, with its state from a peer."""
-    devices_per_replica: int = 128
-    """Devices that hold one copy of the model."""
-    state_per_device: str | None = None
-    """Bytes that each device saves in a checkpoint, such as 300MB."""
     disk_bandwidth: str | None = None
     """Disk bandwidth of one device when all devices write, such as 122MB/s."""
-    s3_bandwidth: str | None = None
-    """S3 bandwidth of one device when all devices write."""
-    stall: str | None = None
-    """Time that saving a checkpoint stops training."""
-    interval: str | None = None
-    """Training time between checkpoints; by default, the best interval."""
     replay: bool = False
     """Replay Llama 3's published interruptions instead; unpublished constants are varied."""
     trials: int = 8
@@ -66,10 +47,10 @@ class GoodputCommand:
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
-        if not self.devices or min(self.devices) < 1 or self.devices_per_replica < 1:
-            raise UsageError("--devices and --devices-per-replica must be at least 1")
-        if self.trials < 1 or not self.days > 0:
-            raise UsageError("--trials and --days must be positive")
+        if not self.devices or min(self.devices) < 1:
+            raise UsageError("--devices must be at least 1")
+        if self.trials < 1:
+            raise UsageError("--trials must be positive")
         if self.figure is not None and self.replay:
             raise UsageError(
                 "--figure plots goodput over devices, which --replay does not vary; leave one out"
@@ -81,22 +62,14 @@ class GoodputCommand:
         return self._replay() if self.replay else self._simulate()
 
     def _simulate(self) -> int:
-        from paceline.planner.goodput.options import ASSUMPTIONS, LLAMA3_DEVICE_INTERVAL_H, options
+        from paceline.planner.goodput.options import ASSUMPTIONS, CONSTANTS, options
         from paceline.planner.goodput.simulate import option_records
         from paceline.records import capture_environment
         from paceline.reports.tables.reliability import gains_table, goodput_table
 
         changes = self._changes()
-        chosen = list(
-            options(
-                self.devices,
-                self._constants(changes),
-                days=self.days,
-                device_interval_h=self.device_interval_h or LLAMA3_DEVICE_INTERVAL_H,
-                devices_per_replica=self.devices_per_replica,
-                interval_s=_optional_seconds(self.interval, "interval"),
-            )
-        )
+        constants = dataclasses.replace(CONSTANTS[self.constants], **changes)
+        chosen = list(options(self.devices, constants))
         with case_progress(len(chosen)) as progress:
             made = option_records(
                 chosen,
@@ -137,22 +110,11 @@ class GoodputCommand:
 
     def _changes(self) -> dict[str, float]:
         """Returns the constants that flags override."""
-        given = {
-            "detection_s": _optional_seconds(self.detection, "detection"),
-            "restart_s": _optional_seconds(self.restart, "restart"),
-            "heal_s": _optional_seconds(self.heal, "heal"),
-            "stall_s": _optional_seconds(self.stall, "stall"),
-            "state_bytes_per_device": self.state_per_device and parse_bytes(self.state_per_device),
-            "disk_bytes_per_s": self.disk_bandwidth and parse_rate(self.disk_bandwidth) / 8,
-            "s3_bytes_per_s": self.s3_bandwidth and parse_rate(self.s3_bandwidth) / 8,
-        }
-        return {name: float(value) for name, value in given.items() if value is not None}
-
-    def _constants(self, changes: dict[str, float]) -> "Constants":
-        from paceline.planner.goodput.options import CONSTANTS
-
-        return dataclasses.replace(CONSTANTS[self.constants], **changes)
-
-
-def _optional_seconds(text: str | None, what: str) -> float | None:
-    return None if text is None else parse_seconds(text, what)
+        changes = {}
+        if self.detection is not None:
+            changes["detection_s"] = parse_seconds(self.detection, "detection")
+        if self.restart is not None:
+            changes["restart_s"] = parse_seconds(self.restart, "restart")
+        if self.disk_bandwidth is not None:
+            changes["disk_bytes_per_s"] = parse_rate(self.disk_bandwidth) / 8
+        return changes

@@ -131,6 +131,7 @@ ASSUMPTIONS = (
 
 RecoveryName = Literal["restart", "replicas"]
 CHECKPOINTS: tuple[CheckpointName, ...] = ("s3", "disk", "memory")
+_DEVICES_PER_REPLICA = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,21 +149,19 @@ def options(
     *,
     days: float = 60.0,
     device_interval_h: float = LLAMA3_DEVICE_INTERVAL_H,
-    devices_per_replica: int = 128,
-    interval_s: float | None = None,
 ) -> Iterator[Option]:
     """Yields every option for each device count. Replicas need devices for at least two."""
     failures = Failures(device_interval_h=device_interval_h)
     for count in devices:
         spares = enough_spare_hosts(failures, count)
         replicas = Replicas(
-            devices_per_replica=devices_per_replica,
+            devices_per_replica=_DEVICES_PER_REPLICA,
             heartbeat_s=constants.heartbeat_s,
             step_s=constants.step_s,
             heal_s=constants.heal_s,
         )
         names: tuple[RecoveryName, ...] = ("restart", "replicas")
-        names = names if count >= 2 * devices_per_replica else ("restart",)
+        names = names if count >= 2 * _DEVICES_PER_REPLICA else ("restart",)
         for name, spare_hosts, checkpoint in itertools.product(names, (0, spares), CHECKPOINTS):
             yield Option(
                 recovery=name,
@@ -178,7 +177,6 @@ def options(
                         spare_hosts=spare_hosts,
                     ),
                     replicas=replicas if name == "replicas" else None,
-                    interval_s=interval_s,
                 ),
             )
 
