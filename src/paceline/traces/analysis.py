@@ -1,12 +1,10 @@
 """Analyses where the time of a trace went, in bounded memory.
 
-Phases: the trace is read once, its events are written to disk as integers, and its steps are found
-(ranges named ``paceline::step``, or the profiler's own; without either, the whole trace is one
-step). The events are then divided by step, and each step of each rank is analysed separately.
-Totals over all steps accumulate meanwhile: time by operator, and operator times with and without
-communication in flight.
-
-Finds each rank's steps, and whether it computes on a GPU.
+Phases: the trace is read once, its events are written to disk as integers, and the steps of each
+rank are found (ranges named ``paceline::step``, or the profiler's own; without either, the whole
+trace is one step). The events are then divided by step, and each step of each rank is analysed
+separately. Totals over all steps accumulate meanwhile: time by operator, and operator times with
+and without communication in flight.
 """
 
 import dataclasses
@@ -16,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.traces.catalog import EVENT, Catalog, EventTable, Role
-from paceline.traces.event_buffer import Spool, StepSpool
+from paceline.traces.event_buffer import EventBuffer, StepBuffer
 from paceline.traces.intervals import Intervals
 from paceline.traces.operators import (
     ContentionTotals,
@@ -34,7 +32,7 @@ MAX_STEPS = 100_000
 class Timeline:
     """The steps of each rank, from all events of a trace; the path is used in error messages."""
 
-    def __init__(self, events: Spool, catalog: Catalog, path: pathlib.Path) -> None:
+    def __init__(self, events: EventBuffer, catalog: Catalog, path: pathlib.Path) -> None:
         self._labels = catalog.step_labels()
         self._rank_of_thread = catalog.rank_of_thread()
         self._is_step = np.isin(np.arange(len(catalog.keys)), list(self._labels))
@@ -117,13 +115,13 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
     """Analyses a trace, plain or gzipped, of one rank or merged from several."""
     catalog = Catalog(path)
     reader = TraceReader(path, Event)
-    with Spool(EVENT) as spool:
+    with EventBuffer(EVENT) as buffer:
         for events in reader:
-            spool.append(catalog.number(events))
+            buffer.append(catalog.number(events))
             on_progress(reader.num_bytes)
-        timeline = Timeline(spool, catalog, path)
+        timeline = Timeline(buffer, catalog, path)
         totals = _Totals(catalog, timeline.device_ranks)
-        with StepSpool(spool, catalog.rank_of_thread(), timeline.windows) as by_step:
+        with StepBuffer(buffer, catalog.rank_of_thread(), timeline.windows) as by_step:
             for rank, windows in timeline.windows.items():
                 for index, (start, end) in enumerate(windows.tolist()):
                     totals.add(start, end, rank, by_step.read_step(rank, index))
@@ -145,7 +143,7 @@ def analyse_trace(path: pathlib.Path, on_progress: OnProgress = lambda _: None) 
         return TraceAnalysis(
             steps=steps,
             operators=totals.operators.rows(),
-            num_events=spool.num_rows,
+            num_events=buffer.num_rows,
             is_truncated=reader.is_truncated,
         )
 

@@ -1,10 +1,9 @@
-"""Maps the names in a trace to integers, with the role, thread and rank of each event.
+"""Maps the names in a trace to integers, with the role, kind of work and rank of each event.
 
 torch records operators (``cpu_op``), GPU kernels and copies, and annotations. gloo's collectives
 are annotations on a separate thread. nccl's collectives are kernels; the host calls of the same
-name only launch them.
-
-Derives an operator's kind of work and FLOPs from its name and input shapes.
+name only launch them. An operator's kind of work follows from its name, and its FLOPs from the
+shapes of its inputs.
 """
 
 import enum

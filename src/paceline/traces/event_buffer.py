@@ -18,7 +18,7 @@ _CHUNK_ROWS = 2**18
 _MAX_STEPS_OF_EVENT = 16
 
 
-class Spool:
+class EventBuffer:
     """A temporary file of fixed-size rows."""
 
     def __init__(self, row: "np.dtype[np.void]") -> None:
@@ -51,11 +51,14 @@ class Spool:
             yield self.read(begin, _CHUNK_ROWS)
 
 
-class StepSpool(Spool):
+class StepBuffer(EventBuffer):
     """The events of each step of each rank; a rank's steps are disjoint and in order."""
 
     def __init__(
-        self, events: Spool, rank_of_thread: npt.NDArray[np.int64], steps: Mapping[int, Intervals]
+        self,
+        events: EventBuffer,
+        rank_of_thread: npt.NDArray[np.int64],
+        steps: Mapping[int, Intervals],
     ) -> None:
         super().__init__(EVENT)
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -1,18 +1,18 @@
-"""Memory over one step, stacked by category.
+"""Memory over one step, from the allocations that torch's profiler reports.
 
 Parameters, optimizer state and other memory that exists before the step are constant. Memory that
 the step allocates is categorised as gradients if a parameter's gradient uses it at the end of
 backward, as activations if it is live at the end of forward, and otherwise as temporary.
 
-Reads every allocation of a recorded trace, with the line of code that caused it.
-
-torch's profiler reports each allocation and release as an instant on its thread, along with the
-Python functions and operators that are open at that time. The place of an allocation is the
-innermost Python line outside torch. Backward runs no Python: there the place is the line whose
-forward operator has the same sequence number, prefixed with the name of the backward operator.
+The profiler reports each allocation and release as an instant on its thread, along with the Python
+functions and operators that are open at that time. The place of an allocation is the innermost
+Python line outside torch. Backward runs no Python: there the place is the line whose forward
+operator has the same sequence number, prefixed with the name of the backward operator.
 
 Earlier allocations are not recorded. The caller must account for them, and must not release any of
-them while recording.
+them while recording. A release is reported after the fact: another thread may have allocated the
+same address in between and reported it first, so an allocation at a live address ends the previous
+one there.
 """
 
 import collections
@@ -20,12 +20,16 @@ import dataclasses
 import enum
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch.profiler import record_function
 
 from paceline.core.ranges import BACKWARD, FORWARD
+from paceline.traces.capture import profiling
 from paceline.traces.reader import AnyEvent, TraceReader
 
 _MEMORY = "[memory]"
@@ -33,6 +37,7 @@ _BACKWARD_PREFIX = "autograd::engine::evaluate_function: "
 _SEQUENCE = "Sequence number"
 _OUTSIDE = re.compile(r"^(torch/|<built-in|contextlib\.py|nn\.Module: |\.\.\.)|/(torch|contextlib)")
 _CPU_DEVICE_TYPE = 0
+_MARK = "paceline.phase:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,9 +149,13 @@ class _Stacks:
 def _pair(placed: Iterable[tuple[AnyEvent, str, str]]) -> Iterator[Allocation]:
     """Pairs each allocation with its release."""
     live: dict[int, Allocation] = {}
+    ended: collections.Counter[int] = collections.Counter()
     for event, place, operator in placed:
         address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
         if num_bytes > 0:
+            if address in live:
+                ended[address] += 1
+                yield dataclasses.replace(live[address], end=event["ts"])
             live[address] = Allocation(
                 address=address,
                 num_bytes=num_bytes,
@@ -155,6 +164,8 @@ def _pair(placed: Iterable[tuple[AnyEvent, str, str]]) -> Iterator[Allocation]:
                 place=place,
                 operator=operator,
             )
+        elif ended[address]:
+            ended[address] -= 1
         elif address in live:
             yield dataclasses.replace(live.pop(address), end=event["ts"])
     yield from live.values()
@@ -287,3 +298,56 @@ def _kept(times: np.ndarray, totals: np.ndarray, num_points: int) -> list[int]:
         if number not in most or totals[index] > totals[most[number]]:
             most[number] = index
     return sorted({*most.values(), len(times) - 1})
+
+
+def peak_allocations(phases: Mapping[str, Callable[[], None]]) -> dict[str, int]:
+    """Runs the phases in order and returns the peak of CPU bytes during each.
+
+    Bytes are relative to the start of the first phase and include memory that earlier phases
+    left allocated.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
+        path = pathlib.Path(directory) / "trace.json"
+        with profiling(path, torch.device("cpu"), memory=True):
+            for name, run in phases.items():
+                with record_function(_MARK + name):
+                    run()
+        events = [event for piece in TraceReader(path, AnyEvent) for event in piece]
+    ends = sorted(
+        (event["ts"] + event["dur"], event["name"].removeprefix(_MARK))
+        for event in events
+        if event["name"].startswith(_MARK) and event["ph"] == "X"
+    )
+    reported = sorted(
+        (event for event in events if event["name"] == _MEMORY), key=lambda event: event["ts"]
+    )
+    sizes = allocation_changes((each["args"]["Addr"], each["args"]["Bytes"]) for each in reported)
+    changes = [(each["ts"], size) for each, size in zip(reported, sizes, strict=True)]
+    peaks: dict[str, int] = {}
+    allocated = position = 0
+    for end, name in ends:
+        peak = allocated
+        while position < len(changes) and changes[position][0] <= end:
+            allocated += changes[position][1]
+            peak = max(peak, allocated)
+            position += 1
+        peaks[name] = peak
+    return peaks
+
+
+def allocation_changes(reported: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Yields the change in allocated bytes for each address and bytes; a release is negative."""
+    live: dict[int, int] = {}
+    ended: collections.Counter[int] = collections.Counter()
+    for address, size in reported:
+        if size >= 0:
+            before = live.get(address, 0)
+            ended[address] += 1 if address in live else 0
+            live[address] = size
+            yield size - before
+        elif ended[address]:
+            ended[address] -= 1
+            yield 0
+        else:
+            live.pop(address, None)
+            yield size

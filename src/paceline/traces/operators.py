@@ -1,13 +1,11 @@
-"""Time, calls and FLOPs by operator, inside each named range.
+"""Time, calls and FLOPs by operator, and how much communication slows operators down.
 
-Self time of operators: attributes each instant of a thread to exactly one operator.
+Each instant of a thread belongs to exactly one operator: the one that started last.
 
-Measures how much communication slows concurrent computation.
-
-Both compete for the same cores, caches and memory bandwidth. An operator with the same input shapes
-occurs many times, with and without communication in flight; its average slowdown is contention. An
-operator that never runs without communication provides no baseline, so a trace should also contain
-steps without overlap.
+Computation and communication compete for the same cores, caches and memory bandwidth. An operator
+with the same input shapes occurs many times, with and without communication in flight; its average
+slowdown is contention. An operator that never runs without communication provides no baseline, so a
+trace should also contain steps without overlap.
 """
 
 import dataclasses
@@ -18,7 +16,7 @@ import numpy.typing as npt
 from paceline.core.ranges import WAIT, is_bucket_range, short_name, step_label
 from paceline.traces import intervals
 from paceline.traces.catalog import PROFILER_STEP, Catalog, EventTable, OpClass
-from paceline.traces.event_buffer import Spool
+from paceline.traces.event_buffer import EventBuffer
 from paceline.traces.intervals import Intervals
 
 
@@ -186,7 +184,7 @@ class ContentionTotals:
     def __init__(self, num_keys: int) -> None:
         self._num_free = np.zeros(num_keys, dtype=np.int64)
         self._free = np.zeros(num_keys, dtype=np.int64)
-        self._sums = Spool(_SUM)
+        self._sums = EventBuffer(_SUM)
         self._steps: list[tuple[int, int]] = []
 
     def add(self, work: SelfTimes, communicating: Intervals) -> None:
@@ -208,9 +206,9 @@ class ContentionTotals:
         seen_free = self._num_free > 0
         mean_free = self._free / np.maximum(self._num_free, 1)
         contention = []
-        with self._sums as spool:
+        with self._sums as buffer:
             for begin, length in self._steps:
-                sums = spool.read(begin, length)
+                sums = buffer.read(begin, length)
                 longer = sums["self_time"] - sums["count"] * mean_free[sums["key"]]
                 contention.append(max(0, round(float(longer[seen_free[sums["key"]]].sum()))))
         return contention

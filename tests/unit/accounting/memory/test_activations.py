@@ -19,7 +19,7 @@ from paceline.core.errors import ShapeError
 from paceline.core.specs import AttentionImplementation, precision_preset
 from paceline.models import TransformerLM, next_token_loss
 from paceline.models.layers import RMSNorm
-from paceline.traces.capture import peak_allocations
+from paceline.traces.memory import peak_allocations
 from tests.unit.accounting.memory.activation_cases import block_bytes
 
 Checkpointing = Literal["none", "full"]

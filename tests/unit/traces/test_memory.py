@@ -1,5 +1,6 @@
 """Tests of memory by category: computed by hand, and for a real step."""
 
+import json
 import pathlib
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 from torch.profiler import record_function
 
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
-from paceline.traces.capture import allocation_changes, peak_allocations, record_memory
+from paceline.traces.capture import record_memory
 from paceline.traces.memory import (
     Allocation,
     AllocationTrace,
     Category,
+    allocation_changes,
     memory_timeline,
+    peak_allocations,
     read_allocations,
 )
 
@@ -102,15 +105,32 @@ def test_a_real_step(tmp_path: pathlib.Path) -> None:
     assert (largest.category, largest.num_bytes) == (Category.GRADIENTS, 4 * width * width)
     # Backward runs no Python, so its line is that of the forward operator.
     assert "Backward0 of" in largest.place
-    assert "memory/test_timeline.py" in largest.place
+    assert "traces/test_memory.py" in largest.place
     of_forward = [g for g in timeline.largest if g.category == Category.ACTIVATIONS]
-    assert all("memory/test_timeline.py" in allocation.place for allocation in of_forward)
+    assert all("traces/test_memory.py" in allocation.place for allocation in of_forward)
 
 
 def test_a_release_that_is_reported_late_does_not_count_memory_twice() -> None:
     # The second allocation at address 1 reuses memory whose release is reported after it.
     reported = [(1, 100), (2, 50), (1, 80), (1, -100), (2, -50), (1, -80)]
     assert list(allocation_changes(reported)) == [100, 50, -20, 0, -50, -80]
+
+
+def test_a_release_that_is_reported_late_ends_only_its_own_allocation(
+    tmp_path: pathlib.Path,
+) -> None:
+    reported = [(1, 100), (1, 80), (1, -100), (1, -80)]
+    events = [
+        {
+            "ph": "i", "name": "[memory]", "tid": 1, "ts": float(moment),
+            "args": {"Addr": address, "Bytes": num_bytes, "Device Type": 0},
+        }
+        for moment, (address, num_bytes) in enumerate(reported)
+    ]  # fmt: skip
+    path = tmp_path / "memory.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = read_allocations(path, on_device=False).allocations
+    assert [(each.num_bytes, each.start, each.end) for each in found] == [(100, 0, 1), (80, 1, 3)]
 
 
 def test_what_was_there_before_may_be_released() -> None:
