@@ -6,7 +6,7 @@ import torch
 
 from paceline.benchmarks import collectives as communication
 from paceline.benchmarks.collectives import Collective, measure_collective, time_call
-from paceline.benchmarks.config import CollectiveCase
+from paceline.benchmarks.config import CollectiveCase, CollectiveSweep
 from paceline.core.strategies import Operation
 from paceline.parallel import RankError, RankPool
 
@@ -82,7 +82,8 @@ def test_chunks_that_went_astray_are_noticed() -> None:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_all_ranks_report_the_slowest_rank(rank_pool: Pools, operation: Operation) -> None:
-    case = CollectiveCase(operation=operation, size_bytes=10**6, warmup=1, steps=7, time_limit_s=31)
+    sweep = CollectiveSweep(warmup=1, steps=7, time_limit_s=31)
+    case = CollectiveCase(sweep, operation, size_bytes=10**6)
     for slow_rank in (0, 1):
         times = rank_pool(2).run(_measure, case, slow_rank)
         assert times[0] == times[1]
@@ -91,8 +92,7 @@ def test_all_ranks_report_the_slowest_rank(rank_pool: Pools, operation: Operatio
 
 
 def test_a_time_limit_lowers_the_repetitions_on_all_ranks(rank_pool: Pools) -> None:
-    case = CollectiveCase(
-        operation="all_reduce", size_bytes=10**7, warmup=1, steps=10_000, time_limit_s=0.05
-    )
+    sweep = CollectiveSweep(warmup=1, steps=10_000, time_limit_s=0.05)
+    case = CollectiveCase(sweep, "all_reduce", size_bytes=10**7)
     times = rank_pool(2).run(_measure, case)
     assert 3 <= len(times[0]) == len(times[1]) < 1000

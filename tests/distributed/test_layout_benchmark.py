@@ -8,9 +8,10 @@ import torch
 
 from paceline.benchmarks.calibration.calibrate import measure_engine
 from paceline.benchmarks.calibration.compute import BLOCK_TIME, engine_layouts
-from paceline.benchmarks.config import LayoutCase, LayoutSweep, ShapeOverrides
-from paceline.benchmarks.harness.turns import collect, run_round
-from paceline.benchmarks.layouts import LayoutResult, prepare, trace_rounds
+from paceline.benchmarks.config import LayoutCase, LayoutSweep
+from paceline.benchmarks.harness.interleaved import collect, prepare, run_round, trace_rounds
+from paceline.benchmarks.layouts import LayoutComparison, LayoutResult
+from paceline.benchmarks.options import ShapeOverrides
 from paceline.parallel import RankPool
 from paceline.traces.analysis import analyse_trace
 from paceline.traces.pipeline import PipelineStep, pipeline_steps
@@ -35,9 +36,9 @@ def _case(*layouts: str, batch_size: int = 8) -> LayoutCase:
 
 
 def _measure(_rank: int, _world_size: int, case: LayoutCase) -> list[LayoutResult]:
-    prepare(_CPU, case)
+    prepare(_CPU, LayoutComparison, case)
     run_round(_CPU, False)
-    for _ in range(case.rounds):
+    for _ in range(case.sweep.rounds):
         assert run_round(_CPU, True) > 0
     return collect(_CPU)
 
@@ -49,22 +50,22 @@ def test_layouts_take_turns_and_ranks_agree_on_the_slowest_and_the_fullest(
     first, second = rank_pool(2).run(_measure, case)
     assert first == second
     for result in first:
-        assert [len(values) for values in result.samples.values()] == [case.rounds]
+        assert [len(values) for values in result.samples.values()] == [case.sweep.rounds]
     replicas, stages = (result.peak_bytes for result in first)
     assert stages < replicas  # Each rank has half of the model, and the batch in parts.
 
 
 def _trace(_rank: int, _world_size: int, case: LayoutCase, path: pathlib.Path) -> None:
-    prepare(_CPU, case)
+    prepare(_CPU, LayoutComparison, case)
     run_round(_CPU, False)
-    trace_rounds(_CPU, path, case.rounds)
+    trace_rounds(_CPU, path, case.sweep.rounds)
 
 
 def _traced(pool: RankPool, path: pathlib.Path, layout: str) -> list[PipelineStep]:
     case = _case(layout)
     pool.run(_trace, case, path)
     steps = pipeline_steps(analyse_trace(path).steps, range(pool.world_size))
-    assert [step.label for step in steps] == [case.layouts[0].text] * case.rounds
+    assert [step.label for step in steps] == [case.sweep.specs[0].text] * case.sweep.rounds
     return list(steps)
 
 

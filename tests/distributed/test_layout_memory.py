@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.benchmarks.config import LayoutCase, LayoutSweep, ShapeOverrides
-from paceline.benchmarks.harness.turns import collect, run_round
-from paceline.benchmarks.layouts import prepare
+from paceline.benchmarks.config import LayoutCase, LayoutSweep
+from paceline.benchmarks.harness.interleaved import collect, prepare, run_round
+from paceline.benchmarks.layouts import LayoutComparison
+from paceline.benchmarks.options import ShapeOverrides
 from paceline.parallel import RankPool
 from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 
@@ -33,7 +34,7 @@ _ON_FOUR = (
 
 
 def _peaks(_rank: int, _world_size: int, case: LayoutCase) -> list[int]:
-    prepare(_CPU, case)
+    prepare(_CPU, LayoutComparison, case)
     run_round(_CPU, False)
     return [result.peak_bytes for result in collect(_CPU)]
 
@@ -41,16 +42,16 @@ def _peaks(_rank: int, _world_size: int, case: LayoutCase) -> list[int]:
 def _require_agreement(pool: RankPool, layout: str, **options: Any) -> None:
     (case,) = LayoutSweep(layouts=(layout,), **options).cases()
     ((peak,), *_) = pool.run(_peaks, case)
-    (written,) = case.layouts
+    (spec,) = case.sweep.specs
     step = TrainerStep(
         shape=case.shape,
-        context_length=case.context_length,
-        micro_batch=written.micro_batch,
-        num_micro_batches=case.num_micro_batches(written),
+        context_length=case.sweep.context,
+        micro_batch=spec.micro_batch,
+        num_micro_batches=spec.num_micro_batches(case.sweep.batch_size),
     )
-    ratio = trainer_memory(written.layout, step).total / peak
+    ratio = trainer_memory(spec.layout, step).total / peak
     # On a busy machine, gloo's threads free gathered blocks only after the next ones arrive.
-    least = _LEAST_OF_ZERO_3 if written.layout.sharding == "parameters" else 0.95
+    least = _LEAST_OF_ZERO_3 if spec.layout.sharding == "parameters" else 0.95
     assert least < ratio < 1.05
 
 

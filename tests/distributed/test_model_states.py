@@ -10,8 +10,9 @@ import torch
 from paceline.accounting import parameter_sizes, step_memory
 from paceline.accounting.memory.model_states import rank_state_bytes
 from paceline.accounting.memory.step import MemoryParts
-from paceline.benchmarks.config import OptimizerCase, PrecisionName, StepCase, Variant
+from paceline.benchmarks.config import OptimizerCase, StepCase, StepSweep, Variant
 from paceline.benchmarks.optimizer_memory import OptimizerMeasurement, named_bytes
+from paceline.benchmarks.options import PrecisionName
 from paceline.benchmarks.strategies import StrategyStep
 from paceline.core.specs import (
     AttentionImplementation,
@@ -51,20 +52,10 @@ def _case(
     checkpointing: Literal["none", "full"] = "none",
     attention: AttentionImplementation = "sdpa",
 ) -> StepCase:
-    return StepCase(
-        model="test",
-        shape=shape,
-        batch=batch,
-        phase="train",
-        precision=precision,
-        compilation="none",
-        activation_checkpointing=checkpointing,
-        attention=attention,
-        device="cpu",
-        warmup=1,
-        steps=1,
-        time_limit_s=60.0,
+    sweep = StepSweep(
+        activation_checkpointing=checkpointing, attention=attention, device="cpu", steps=1
     )
+    return StepCase(sweep, "test", shape, batch, "train", precision, warmup=1)
 
 
 def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ...]:
@@ -98,9 +89,7 @@ def _memory(
     size = 25.0 if strategy in BUCKET_STRATEGIES else None
     variant = Variant(strategy=strategy, bucket_size_mb=size)
     gc.collect()  # Garbage of the last strategy must not be freed during this measurement.
-    measurement = OptimizerMeasurement(
-        OptimizerCase(step=case, variant=variant), torch.device("cpu")
-    )
+    measurement = OptimizerMeasurement(OptimizerCase(case, variant), torch.device("cpu"))
     memory = measurement.result().memory
     del measurement
     gc.collect()

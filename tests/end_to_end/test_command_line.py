@@ -306,10 +306,10 @@ def test_a_case_that_takes_too_long_is_recorded_and_fails_the_command(
 ) -> None:
     code = (
         "import sys\n"
-        "from paceline.benchmarks.harness import isolated_sweep\n"
+        "from paceline.benchmarks.harness import isolation\n"
         "from paceline.cli.main import main\n"
         "if __name__ == '__main__':\n"
-        "    isolated_sweep._GRACE_S = 0.5  # less than it takes to import torch\n"
+        "    isolation._GRACE_S = 0.5  # less than it takes to import torch\n"
         "    sys.exit(main(sys.argv[1:]))\n"
     )
     (tmp_path / "impatient.py").write_text(code)

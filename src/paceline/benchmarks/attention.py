@@ -1,13 +1,10 @@
 """Benchmark of attention by itself: time and rate of both passes, and memory saved for backward.
 
-Attention over random inputs: both passes, memory saved for backward, and the peak.
-
-Time of attention's passes: by stopwatch, or on CUDA by Triton's do_bench.
-
-A pass on a GPU may take less time than launching it, and the next one finds its inputs in the
-cache. do_bench times on the device and clears its cache in between, so the figures are comparable
-with published kernel benchmarks. It measures for a duration rather than a number of calls: a first
-call by stopwatch estimates the duration of the case's calls.
+Passes are timed by stopwatch, or on CUDA by Triton's do_bench. A pass on a GPU may take less time
+than launching it, and the next one finds its inputs in the cache. do_bench times on the device and
+clears its cache in between, so the figures are comparable with published kernel benchmarks. It
+measures for a duration rather than a number of calls: a first call by stopwatch estimates the
+duration of the case's calls.
 """
 
 import contextlib
@@ -38,9 +35,9 @@ class AttentionRun:
 
     def __init__(self, case: AttentionCase, device: torch.device) -> None:
         self.device = device
-        self.causal = case.causal
+        self.causal = case.sweep.causal
         self.implementation = case.implementation
-        self.operation = torch.compile(attention) if case.compiled else attention
+        self.operation = torch.compile(attention) if case.sweep.compile else attention
         torch.manual_seed(0)
         size = (case.batch.num_sequences, 1, case.batch.context_length, case.head_dim)
         dtype = TORCH_DTYPES[case.dtype]
@@ -121,7 +118,14 @@ def time_passes(
     """Returns the seconds of forward, of backward and of both."""
     if timer_for(run.device.type) == "do_bench":
         return do_bench_samples(run, case, on_progress)
-    return sample(run.run, case, on_progress)
+    sweep = case.sweep
+    return sample(
+        run.run,
+        warmup=sweep.warmup,
+        steps=sweep.steps,
+        time_limit_s=sweep.limits.time_limit_s,
+        on_progress=on_progress,
+    )
 
 
 def do_bench_samples(
@@ -131,10 +135,10 @@ def do_bench_samples(
     samples: dict[str, list[float]] = {}
 
     def measure(name: str, function: Callable[[], object]) -> None:
-        samples[name] = _do_bench(function, run, case, seconds_each=laps[name])
+        samples[name] = _do_bench(function, run, case.sweep, seconds_each=laps[name])
         on_progress(len(samples), _NUM_MEASUREMENTS)
 
-    with _graphs_that_can_be_kept(run, compiled=case.compiled):
+    with _graphs_that_can_be_kept(run, compiled=case.sweep.compile):
         run.run()
         laps = run.run()
         measure("forward_time_s", run.forward)
@@ -146,13 +150,13 @@ def do_bench_samples(
 
 
 def _do_bench(
-    function: Callable[[], object], run: AttentionRun, case: AttentionCase, *, seconds_each: float
+    function: Callable[[], object], run: AttentionRun, sweep: AttentionSweep, *, seconds_each: float
 ) -> list[float]:
     from triton.testing import do_bench
 
-    limit_s = case.time_limit_s / _NUM_MEASUREMENTS
-    warmup_s = min(case.warmup * seconds_each, limit_s / 2)
-    measuring_s = min(case.steps * seconds_each, limit_s - warmup_s)
+    limit_s = sweep.limits.time_limit_s / _NUM_MEASUREMENTS
+    warmup_s = min(sweep.warmup * seconds_each, limit_s / 2)
+    measuring_s = min(sweep.steps * seconds_each, limit_s - warmup_s)
     milliseconds = do_bench(
         function,
         warmup=warmup_s * 1e3,
@@ -191,11 +195,11 @@ def attention_records(sweep: AttentionSweep, on_progress: Progress) -> Iterator[
             case.batch,
             case.head_dim,
             bytes_per_element(case.dtype),
-            compiled=case.compiled,
+            compiled=sweep.compile,
         ),
         obstacle=attention_obstacle,
     )
-    return isolated_records(subject, sweep.cases(), sweep.limits, on_progress)
+    return isolated_records(subject, sweep.cases(), sweep.device, sweep.limits, on_progress)
 
 
 def attention_obstacle(case: AttentionCase, device: torch.device) -> str | None:
@@ -207,11 +211,11 @@ def attention_obstacle(case: AttentionCase, device: torch.device) -> str | None:
 
 def measure_attention(case: AttentionCase, on_progress: Progress) -> dict[str, Metric]:
     """Measures one case in this process and returns its metrics."""
-    run = AttentionRun(case, resolve_device(case.device))
+    run = AttentionRun(case, resolve_device(case.sweep.device))
     metrics = {"saved_for_backward_bytes": Metric(value=run.saved_bytes())}
     samples = time_passes(run, case, on_progress)
     metrics |= {name: Metric.from_samples(values) for name, values in samples.items()}
-    flops = attention_flops(case.batch, case.head_dim, causal=case.causal)
+    flops = attention_flops(case.batch, case.head_dim, causal=case.sweep.causal)
     metrics["flops_per_s"] = Metric(value=flops.total / metrics["both_time_s"].value)
     metrics["peak_bytes"] = Metric(value=run.peak_bytes())
     metrics["resident_peak_bytes"] = Metric(value=resident_peak_bytes())
@@ -225,12 +229,12 @@ def attention_case_fields(case: AttentionCase, location: HardwareLocation) -> di
         "batch": case.batch.num_sequences,
         "context": case.batch.context_length,
         "head_dim": case.head_dim,
-        "causal": case.causal,
+        "causal": case.sweep.causal,
         "dtype": case.dtype,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "compile": "whole" if case.compiled else "none",
+        "compile": "whole" if case.sweep.compile else "none",
         **location.as_case(),
-        "warmup": case.warmup,
-        "steps": case.steps,
+        "warmup": case.sweep.warmup,
+        "steps": case.sweep.steps,
         "timer": timer_for(location.device),
     }

@@ -1,6 +1,4 @@
-"""Turns measured collectives into records, on the launcher's ranks or on ranks started here.
-
-Times collectives on every rank.
+"""Times collectives on every rank, and fits their latency and bandwidth.
 
 Phases of one case: allocate; run once and check every element of the result; warm up, which also
 determines how many repetitions the time limit allows; repeat; exchange the times once, and take the
@@ -27,7 +25,7 @@ from paceline.benchmarks.harness.ranks import MeasuringRanks, measuring_ranks
 from paceline.benchmarks.harness.records import Numbers, measured
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import Operation
-from paceline.core.units import MIB
+from paceline.core.units import MIB, Progress
 from paceline.parallel.ranks.collectives import (
     all_gather_single,
     reduce_numbers,
@@ -150,7 +148,7 @@ def measure_collective(device: torch.device, case: CollectiveCase) -> Collective
     try:
         collective = Collective(case.operation, case.size_bytes, device)
         collective.check()
-        warmup = [time_call(collective, device) for _ in range(max(1, case.warmup))]
+        warmup = [time_call(collective, device) for _ in range(max(1, case.sweep.warmup))]
         repetitions = _agree_on_repetitions(warmup[-1], case, device)
         samples = [time_call(collective, device) for _ in range(repetitions)]
         slowest = reduce_numbers(samples, dist.ReduceOp.MAX, device)
@@ -180,8 +178,9 @@ def all_reduce_self_test(rank: int, _world_size: int) -> list[float]:
 
 def _agree_on_repetitions(seconds: float, case: CollectiveCase, device: torch.device) -> int:
     (slowest,) = reduce_numbers([seconds], dist.ReduceOp.MAX, device)
-    affordable = int(case.time_limit_s / max(slowest, 1e-9))
-    return max(min(_MINIMUM_REPETITIONS, case.steps), min(case.steps, affordable))
+    affordable = int(case.sweep.time_limit_s / max(slowest, 1e-9))
+    steps = case.sweep.steps
+    return max(min(_MINIMUM_REPETITIONS, steps), min(steps, affordable))
 
 
 # Time allowed beyond measuring: starting ranks, allocating, checking.
@@ -190,7 +189,7 @@ _GRACE_S = 60.0
 Samples: TypeAlias = dict[Operation, dict[int, list[float]]]
 
 
-def collective_records(sweep: CollectiveSweep) -> Iterator[Record]:
+def collective_records(sweep: CollectiveSweep, _on_progress: Progress) -> Iterator[Record]:
     """Measures every case, then fits latency and bandwidth; yields records on rank 0 only."""
     groups = measuring_ranks(
         world_sizes=sweep.world_sizes,
@@ -210,7 +209,7 @@ def _measure_all(sweep: CollectiveSweep, ranks: MeasuringRanks) -> Iterator[Reco
     samples: Samples = collections.defaultdict(dict)
     for case in sweep.cases():
         fields = {"operation": case.operation, "size_bytes": case.size_bytes, **topology}
-        fields |= {"warmup": case.warmup, "steps": case.steps}
+        fields |= {"warmup": sweep.warmup, "steps": sweep.steps}
         times: CollectiveTimes | None
         times, reason = ranks.attempt(functools.partial(ranks.run, measure_collective, case))
         if times is None:

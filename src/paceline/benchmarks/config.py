@@ -1,38 +1,28 @@
-"""Configuration shared by all sweeps and cases. Free of torch, for use by the command line.
+"""What each benchmark measures. Free of torch, because the command line imports it.
 
-Configuration of attention benchmarks. Free of torch, because the command line imports it.
-
-Configuration of kernel compilation. Free of torch, because the command line imports it.
-
-Configuration of collective benchmarks. Free of torch, because the command line imports it.
-
-Configuration of calibration. Free of torch, because the command line imports it.
-
-Configuration of step benchmarks on one rank. Free of torch, for use by the command line.
-
-Configuration of strategy benchmarks. Free of torch, because the command line imports it.
-
-Layouts written as text: ``pipeline=2,interleave=2,shard=2``.
-
-Axes are named as in `ParallelLayout`; omitted axes are 1. ``shard`` shards parameters unless
-``zero`` selects another stage; ``sp=1`` is sequence parallelism.
-``micro`` is the number of sequences per micro-batch.
-
-Configuration of layout benchmarks. Free of torch, because the command line imports it.
-
-Configuration of optimizer memory benchmarks. Free of torch, for use by the command line.
+A sweep has the options of one verb. Its cases are the combinations of the options that take several
+values; a case holds one value of each, and the sweep for the options that all cases share.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-import tyro
-
-from paceline.core.errors import ShapeError, UsageError
-from paceline.core.plan import SHARDINGS, ParallelLayout
-from paceline.core.presets import model_preset, preset_names, preset_spelling
+from paceline.benchmarks.options import (
+    Compilation,
+    DeviceName,
+    LayoutSpec,
+    ModelName,
+    PrecisionName,
+    RankSweep,
+    RunLimits,
+    ShapeOverrides,
+    StrategyChoice,
+    parse_layout,
+    require_counts,
+)
+from paceline.core.errors import UsageError
 from paceline.core.runnable import Work, require_runnable
 from paceline.core.specs import (
     AttentionImplementation,
@@ -40,8 +30,6 @@ from paceline.core.specs import (
     BatchShape,
     ModelShape,
     Phase,
-    require_buildable,
-    require_context,
 )
 from paceline.core.strategies import (
     BUCKET_STRATEGIES,
@@ -49,132 +37,9 @@ from paceline.core.strategies import (
     BucketSize,
     Operation,
     StrategyName,
-    find_strategy,
     require_unscaled,
 )
 from paceline.core.units import parse_bytes
-
-DeviceName = Literal["auto", "cpu", "cuda"]
-PrecisionName = Literal["float32", "bfloat16", "float16"]
-Compilation = Literal["none", "blocks", "whole"]
-
-
-def listed(
-    names: Iterable[str], parse: Callable[[str], str] = str
-) -> tyro.constructors.PrimitiveConstructorSpec[str]:
-    """Returns a parser for names that the help lists; other names are rejected where used."""
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=f"{{{','.join(names)}}}",
-        instance_from_str=lambda words: parse(words[0]),
-        is_instance=lambda value: isinstance(value, str),
-        str_from_instance=lambda name: [name],
-    )
-
-
-ModelName = Annotated[str, listed(preset_names(), preset_spelling)]
-"""A preset's name; a misspelt one gets a suggestion, which fixed choices would not give."""
-StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
-"""A strategy's name, also with suggestions; zero2 means sharded."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimedCase:
-    """A case that is timed in a separate process."""
-
-    device: DeviceName
-    warmup: int
-    steps: int
-    time_limit_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunLimits:
-    """Memory and time limits of one case."""
-
-    memory_limit_gib: float | None = None
-    """Memory limit of one case in GiB; by default, most of the free memory. On CUDA, the limit only
-    decides which cases are skipped; the device enforces its own limit."""
-    time_limit_s: float = 300.0
-    """Seconds of warm-up and measuring per case; the samples until then, at least one, are the
-    result."""
-
-    def __post_init__(self) -> None:
-        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < 2**30:
-            raise UsageError("--memory-limit-gib must be positive and finite")
-        if not self.time_limit_s > 0:
-            raise UsageError("--time-limit-s must be positive")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankSweep:
-    """Options of every measurement on several ranks."""
-
-    world_size: int | None = None
-    """Number of ranks to start; by default 2. Leave this out under torchrun, Slurm or the lab,
-    which start the ranks themselves."""
-    device: DeviceName = "auto"
-    """cuda measures NCCL between GPUs; cpu measures gloo."""
-    timeout_s: float = 300.0
-    """Seconds after which a collective without progress is an error."""
-    time_limit_s: float = 300.0
-    """Seconds of measuring per case; the samples until then, at least one, are the result."""
-
-    def __post_init__(self) -> None:
-        if self.world_size is not None and self.world_size < 1:
-            raise UsageError("--world-size must be at least 1")
-        if not (self.time_limit_s > 0 and self.timeout_s > 0):
-            raise UsageError("--time-limit-s and --timeout-s must be positive")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapeOverrides:
-    """Dimensions that override those of a model preset."""
-
-    vocab_size: int | None = None
-    """Vocabulary size."""
-    d_model: int | None = None
-    """Width of the residual stream."""
-    d_ff: int | None = None
-    """Width of the feed-forward layer."""
-    num_layers: int | None = None
-    """Number of transformer blocks."""
-    num_heads: int | None = None
-    """Query heads per attention layer."""
-    tied_embeddings: bool = False
-    """Reuse the embedding's weights in the output layer."""
-
-    def apply(self, name: str) -> tuple[str, ModelShape]:
-        """Returns the unchanged preset, or the modified shape under the name custom."""
-        replaced = {
-            field: value
-            for field, value in dataclasses.asdict(self).items()
-            if value is not None and value is not False
-        }
-        shape = model_preset(name)
-        if not replaced:
-            return name, shape
-        return "custom", dataclasses.replace(shape, **replaced)
-
-
-def require_counts(*, warmup: tuple[int, ...], steps: int, name: str = "--steps") -> None:
-    """Raises unless there is something to measure."""
-    if min(warmup, default=0) < 0:
-        raise UsageError("--warmup must not be negative")
-    if steps < 1:
-        raise UsageError(f"{name} must be at least 1")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCase(TimedCase):
-    """One attention operation to measure, of a single head."""
-
-    implementation: AttentionKind
-    batch: BatchShape
-    head_dim: int
-    dtype: PrecisionName
-    causal: bool
-    compiled: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,23 +73,23 @@ class AttentionSweep:
         if min(self.head_dim, default=1) < 1:
             raise UsageError("--head-dim must be at least 1")
 
-    def cases(self) -> Iterator[AttentionCase]:
+    def cases(self) -> "Iterator[AttentionCase]":
         """Yields every combination; the implementations to compare are adjacent."""
         for dtype, head_dim, context, implementation in itertools.product(
             self.dtype, self.head_dim, self.context, self.implementation
         ):
-            yield AttentionCase(
-                implementation=implementation,
-                batch=BatchShape(num_sequences=self.batch, context_length=context),
-                head_dim=head_dim,
-                dtype=dtype,
-                causal=self.causal,
-                compiled=self.compile,
-                device=self.device,
-                warmup=self.warmup,
-                steps=self.steps,
-                time_limit_s=self.limits.time_limit_s,
-            )
+            batch = BatchShape(num_sequences=self.batch, context_length=context)
+            yield AttentionCase(self, implementation, batch, head_dim, dtype)
+
+
+class AttentionCase(NamedTuple):
+    """One attention operation to measure, of a single head."""
+
+    sweep: AttentionSweep
+    implementation: AttentionKind
+    batch: BatchShape
+    head_dim: int
+    dtype: PrecisionName
 
 
 Architecture = Literal["sm80", "sm86", "sm90", "sm100", "gfx942"]
@@ -270,21 +135,10 @@ class KernelSweep:
 
     def cases(self) -> Iterator[KernelCase]:
         """Yields every combination, architectures in the outer loop."""
-        for values in itertools.product(
+        combinations = itertools.product(
             self.architecture, self.dtype, self.head_dim, self.mask, self.lengths, self.group
-        ):
-            yield KernelCase(*values)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveCase:
-    """One collective to measure."""
-
-    operation: Operation
-    size_bytes: int
-    warmup: int
-    steps: int
-    time_limit_s: float
+        )
+        return itertools.starmap(KernelCase, combinations)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,17 +170,19 @@ class CollectiveSweep:
         if not (self.time_limit_s > 0 and self.timeout_s > 0):
             raise UsageError("--time-limit-s and --timeout-s must be positive")
 
-    def cases(self) -> Iterator[CollectiveCase]:
+    def cases(self) -> "Iterator[CollectiveCase]":
         """Yields every combination of operation and size, smallest first."""
-        for operation in self.operations:
-            for size_bytes in sorted(parse_bytes(size) for size in self.sizes):
-                yield CollectiveCase(
-                    operation=operation,
-                    size_bytes=size_bytes,
-                    warmup=self.warmup,
-                    steps=self.steps,
-                    time_limit_s=self.time_limit_s,
-                )
+        sizes = sorted(parse_bytes(size) for size in self.sizes)
+        for operation, size_bytes in itertools.product(self.operations, sizes):
+            yield CollectiveCase(self, operation, size_bytes)
+
+
+class CollectiveCase(NamedTuple):
+    """One collective to measure."""
+
+    sweep: CollectiveSweep
+    operation: Operation
+    size_bytes: int
 
 
 CALIBRATED_OPERATIONS: tuple[Operation, ...] = (
@@ -335,31 +191,6 @@ CALIBRATED_OPERATIONS: tuple[Operation, ...] = (
     "gather_from_owners",
 )
 """Collectives used by the strategies that can be predicted."""
-
-
-class LinearShape(NamedTuple):
-    """A linear layer applied to a batch."""
-
-    tokens: int
-    inputs: int
-    outputs: int
-
-
-class AttentionShape(NamedTuple):
-    """Causal attention of a batch."""
-
-    batch: int
-    context: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class ComputeShapes(NamedTuple):
-    """Shapes to time, each once."""
-
-    linears: tuple[LinearShape, ...]
-    attentions: tuple[AttentionShape, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -387,34 +218,8 @@ class CalibrationSweep(RankSweep):
     def batches(self) -> Iterator[tuple[ModelShape, BatchShape]]:
         """Yields every model with every batch."""
         for name, num_sequences in itertools.product(self.model, self.batch):
-            _, shape = self.shape.apply(name)
-            require_buildable(shape)
-            require_context(name, shape, self.context)
+            _, shape = self.shape.resolve(name, self.context)
             yield shape, BatchShape(num_sequences=num_sequences, context_length=self.context)
-
-    def compute_shapes(self) -> ComputeShapes:
-        """Returns the shapes to time, each once."""
-        # Imported here, because parsing flags must not load NumPy.
-        from paceline.accounting.flops import model_segments
-
-        batches = list(self.batches())
-        linears = [
-            LinearShape(batch.tokens_per_pass, linear.inputs, linear.outputs)
-            for shape, batch in batches
-            for segment in model_segments(shape)
-            for linear in segment.linears
-        ]
-        attentions = [
-            AttentionShape(
-                batch=batch.num_sequences,
-                context=batch.context_length,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.key_value_heads,
-                head_dim=shape.head_width,
-            )
-            for shape, batch in batches
-        ]
-        return ComputeShapes(tuple(dict.fromkeys(linears)), tuple(dict.fromkeys(attentions)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -427,20 +232,6 @@ class ShapeCalibration(CalibrationSweep):
     def batches(self) -> Iterator[tuple[ModelShape, BatchShape]]:
         """Yields every model with its batch."""
         yield from self.models
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCase(TimedCase):
-    """One training step to measure."""
-
-    model: str
-    shape: ModelShape
-    batch: BatchShape
-    phase: Phase
-    precision: PrecisionName
-    compilation: Compilation
-    activation_checkpointing: Literal["none", "full"]
-    attention: AttentionImplementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -480,31 +271,33 @@ class StepSweep:
         if self.compile and self.compile_blocks:
             raise UsageError("--compile and --compile-blocks exclude each other; leave one out")
 
-    def cases(self) -> Iterator[StepCase]:
-        """Yields every combination, models in the outer loop."""
-        compilation: Compilation = "whole" if self.compile else "none"
+    @property
+    def compilation(self) -> Compilation:
+        """What torch.compile compiles."""
         if self.compile_blocks:
-            compilation = "blocks"
+            return "blocks"
+        return "whole" if self.compile else "none"
+
+    def cases(self) -> "Iterator[StepCase]":
+        """Yields every combination, models in the outer loop."""
         for name, context, phase, precision, warmup in itertools.product(
             self.model, self.context, self.phase, self.precision, self.warmup
         ):
-            label, shape = self.shape.apply(name)
-            require_buildable(shape)
-            require_context(name, shape, context)
-            yield StepCase(
-                model=label,
-                shape=shape,
-                batch=BatchShape(num_sequences=self.batch, context_length=context),
-                phase=phase,
-                precision=precision,
-                compilation=compilation,
-                activation_checkpointing=self.activation_checkpointing,
-                attention=self.attention,
-                device=self.device,
-                warmup=warmup,
-                steps=self.steps,
-                time_limit_s=self.limits.time_limit_s,
-            )
+            label, shape = self.shape.resolve(name, context)
+            batch = BatchShape(num_sequences=self.batch, context_length=context)
+            yield StepCase(self, label, shape, batch, phase, precision, warmup)
+
+
+class StepCase(NamedTuple):
+    """One training step to measure."""
+
+    sweep: StepSweep
+    model: str
+    shape: ModelShape
+    batch: BatchShape
+    phase: Phase
+    precision: PrecisionName
+    warmup: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -524,8 +317,7 @@ class Variant:
         return f"{self.strategy} auto" if size == "auto" else f"{self.strategy} {size:g} MiB"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelCase:
+class DataParallelCase(NamedTuple):
     """One model under several strategies."""
 
     step: StepCase
@@ -598,11 +390,6 @@ class DataParallelSweep(StrategySweep):
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
             raise UsageError("--bucket-size-mb must be positive, or auto")
 
-    @property
-    def num_rounds(self) -> int:
-        """Warm-up and measured rounds together."""
-        return self.warmup + self.rounds
-
     def variants(self) -> Iterator[Variant]:
         """Yields every strategy with every bucket size that applies to it."""
         for strategy in self.strategies:
@@ -620,93 +407,7 @@ class DataParallelSweep(StrategySweep):
             compile_blocks=self.compile_blocks,
         )
         for step in steps.cases() if variants else ():
-            yield DataParallelCase(step=step, variants=variants)
-
-
-_AXES = ("replicate", "shard", "context", "tensor", "pipeline")
-_KNOWN = (*_AXES, "interleave", "zero", "micro", "sp")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WrittenLayout:
-    """A layout and the size of its micro-batches."""
-
-    layout: ParallelLayout
-    micro_batch: int
-    """Sequences per forward pass."""
-
-    @property
-    def text(self) -> str:
-        """The layout as text, without axes of size 1."""
-        layout = self.layout
-        numbers = {axis: getattr(layout, axis) for axis in _AXES}
-        numbers["interleave"] = layout.pipeline_interleave
-        words = [f"{name}={number}" for name, number in numbers.items() if number > 1]
-        stage = SHARDINGS.index(layout.sharding)
-        words += [f"zero={stage}"] if stage else []
-        words += ["sp=1"] if layout.sequence_parallel else []
-        return ",".join([*words, f"micro={self.micro_batch}"])
-
-    def num_micro_batches(self, batch_size: int) -> int:
-        """Returns the number of micro-batches of a data-parallel rank per step."""
-        return batch_size // (self.layout.data_parallel * self.micro_batch)
-
-
-def parse_layout(text: str) -> WrittenLayout:
-    """Parses a layout from text; an error names the invalid part.
-
-    Args:
-        text: A layout such as ``pipeline=2,micro=1``.
-    """
-    numbers: dict[str, int] = {}
-    for word in filter(None, text.split(",")):
-        name, _, value = word.partition("=")
-        if name not in _KNOWN or not value.isdecimal():
-            raise UsageError(
-                f"layout {text!r}: {word!r} is not one of {', '.join(_KNOWN)} with a number, such "
-                "as pipeline=2"
-            )
-        if name in numbers:
-            raise UsageError(f"layout {text!r}: {name} is given twice; leave one of them out")
-        numbers[name] = int(value)
-    shard = numbers.get("shard", 1)
-    stage = numbers.get("zero", 3 if shard > 1 else 0)
-    if stage >= len(SHARDINGS):
-        raise UsageError(f"layout {text!r}: zero={stage} is not a ZeRO stage; use 0, 1, 2 or 3")
-    if numbers.get("micro") == 0:
-        raise UsageError(f"layout {text!r}: micro=0 has no sequences; use 1 or more")
-    try:
-        layout = ParallelLayout(
-            replicate=numbers.get("replicate", 1),
-            shard=shard,
-            context=numbers.get("context", 1),
-            tensor=numbers.get("tensor", 1),
-            pipeline=numbers.get("pipeline", 1),
-            pipeline_interleave=numbers.get("interleave", 1),
-            sharding=SHARDINGS[stage],
-            sequence_parallel=bool(numbers.get("sp", 0)),
-        )
-    except ShapeError as error:
-        raise UsageError(f"layout {text!r}: {error}") from error
-    return WrittenLayout(layout=layout, micro_batch=numbers.get("micro", 1))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutCase:
-    """One model and batch under several layouts."""
-
-    model: str
-    shape: ModelShape
-    batch_size: int
-    """Sequences per step, over all ranks."""
-    context_length: int
-    layouts: tuple[WrittenLayout, ...]
-    warmup: int
-    rounds: int
-
-    def num_micro_batches(self, written: WrittenLayout) -> int:
-        """Returns the number of micro-batches of a data-parallel rank per step."""
-        return written.num_micro_batches(self.batch_size)
+            yield DataParallelCase(step, variants)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -731,54 +432,48 @@ class LayoutSweep(RankSweep):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_counts(warmup=(self.warmup,), steps=self.rounds, name="--rounds")
-        written = [parse_layout(text) for text in self.layouts]
-        sizes = {each.layout.world_size for each in written}
+        sizes = {spec.layout.world_size for spec in self.specs}
         if len({*sizes, self.world_size or next(iter(sizes), 1)}) > 1:
-            found = ", ".join(f"{each.text} has {each.layout.world_size}" for each in written)
+            found = ", ".join(f"{spec.text} has {spec.layout.world_size}" for spec in self.specs)
             given = "" if self.world_size is None else f", --world-size is {self.world_size}"
             raise UsageError(f"--layouts must all have the same number of ranks: {found}{given}")
 
-    def cases(self) -> Iterator[LayoutCase]:
+    @property
+    def specs(self) -> tuple[LayoutSpec, ...]:
+        """The layouts, parsed."""
+        return tuple(map(parse_layout, self.layouts))
+
+    def cases(self) -> "Iterator[LayoutCase]":
         """Yields one case per model, with all layouts."""
         for name in self.model:
-            label, shape = self.shape.apply(name)
-            require_buildable(shape)
-            require_context(name, shape, self.context)
-            case = LayoutCase(
-                model=label,
-                shape=shape,
-                batch_size=self.batch_size,
-                context_length=self.context,
-                layouts=tuple(parse_layout(text) for text in self.layouts),
-                warmup=self.warmup,
-                rounds=self.rounds,
-            )
-            for written in case.layouts:
-                _require_runs(case, written)
+            case = LayoutCase(self, *self.shape.resolve(name, self.context))
+            for spec in self.specs:
+                _require_runs(case, spec)
             yield case
 
 
-def _require_runs(case: LayoutCase, written: WrittenLayout) -> None:
-    per_pass = written.layout.data_parallel * written.micro_batch
-    if case.batch_size % per_pass:
+class LayoutCase(NamedTuple):
+    """One model and batch under several layouts."""
+
+    sweep: LayoutSweep
+    model: str
+    shape: ModelShape
+
+
+def _require_runs(case: LayoutCase, spec: LayoutSpec) -> None:
+    per_pass = spec.layout.data_parallel * spec.micro_batch
+    batch_size = case.sweep.batch_size
+    if batch_size % per_pass:
         raise UsageError(
-            f"--layouts {written.text}: --batch-size {case.batch_size} is not divisible by the "
+            f"--layouts {spec.text}: --batch-size {batch_size} is not divisible by the "
             f"{per_pass} sequences of a pass; change --batch-size or micro"
         )
     work = Work(
         shape=case.shape,
-        context_length=case.context_length,
-        num_micro_batches=case.num_micro_batches(written),
+        context_length=case.sweep.context,
+        num_micro_batches=spec.num_micro_batches(batch_size),
     )
-    require_runnable(written.layout, work, f"--layouts {written.text}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerCase:
-    """One model under one strategy."""
-
-    step: StepCase
-    variant: Variant
+    require_runnable(spec.layout, work, f"--layouts {spec.text}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -809,10 +504,16 @@ class OptimizerSweep(StrategySweep):
         if not self.bucket_size_mb > 0:
             raise UsageError("--bucket-size-mb must be positive")
 
-    def cases(self) -> Iterator[OptimizerCase]:
+    def cases(self) -> "Iterator[OptimizerCase]":
         """Yields every model with every strategy, models in the outer loop."""
         for step in self.step_sweep(warmup=self.warmup, steps=self.steps).cases():
             for strategy in self.strategies:
                 size = self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None
-                variant = Variant(strategy=strategy, bucket_size_mb=size)
-                yield OptimizerCase(step=step, variant=variant)
+                yield OptimizerCase(step, Variant(strategy=strategy, bucket_size_mb=size))
+
+
+class OptimizerCase(NamedTuple):
+    """One model under one strategy."""
+
+    step: StepCase
+    variant: Variant

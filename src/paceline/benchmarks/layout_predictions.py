@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from paceline.benchmarks.config import parse_layout
+from paceline.benchmarks.options import parse_layout
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 from paceline.predict.calibration import TOPOLOGY_FIELDS, Calibration, calibrations, inside_host

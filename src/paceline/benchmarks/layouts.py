@@ -1,18 +1,12 @@
-"""Turns training steps under several layouts into records.
-
-A training step of one batch under a layout, on this rank.
-
-Training steps under several layouts, interleaved on the same ranks.
+"""Training steps of one batch under several layouts, interleaved on the same ranks.
 
 Every layout gets its own model, from the same seed, and the same global batch. A step's time is
 that of the slowest rank, its memory that of the fullest.
 
-Traces the steps of several layouts, interleaved on the same ranks.
-
-Phases: all layouts are prepared and warmed up as for a measurement. Then one trace records some
-rounds of all of them. The first rank analyses it. For each layout it computes how long the ranks
-computed and how long they only communicated. For each layout with a pipeline it computes how long
-the stages were idle in every step, and keeps the step of median duration in detail, to plot it.
+A trace records some rounds of all layouts, after warm-up. The first rank analyses it. For each
+layout it computes how long the ranks computed and how long they only communicated. For each layout
+with a pipeline it computes how long the stages were idle in every step, and keeps the step of
+median duration in detail, to plot it.
 """
 
 import dataclasses
@@ -25,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.benchmarks.config import LayoutCase, LayoutSweep, WrittenLayout
+from paceline.benchmarks.config import LayoutCase, LayoutSweep
+from paceline.benchmarks.harness.interleaved import InterleavedBenchmark, measure_rounds, trace_case
 from paceline.benchmarks.harness.measure import ratio_metric, step_peaks
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted
-from paceline.benchmarks.harness.turns import Turns, held, hold, measure_rounds, warm_up
+from paceline.benchmarks.options import LayoutSpec
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, step_range
 from paceline.core.specs import BatchShape
@@ -44,10 +39,10 @@ from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.device_clock import now, seconds_between, synchronize
 from paceline.parallel.ranks.placement import is_launched
 from paceline.parallel.strategies import without_synchronization
+from paceline.parallel.zero.optimizer import state_tensors
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import model_case_fields
 from paceline.traces.analysis import StepOverlap, analyse_trace
-from paceline.traces.capture import record_ranks
 from paceline.traces.pipeline import PipelineStep, pipeline_steps
 from paceline.traces.records import part_samples
 from paceline.training.parallelize import place_model
@@ -58,29 +53,23 @@ _LEARNING_RATE = 1e-4
 
 
 class LayoutStep:
-    """This rank's part of a model under a layout, with its batch and its optimizer.
+    """This rank's part of a model under a layout, with its batch and its optimizer."""
 
-    Args:
-        case: The model and the batch.
-        written: The layout.
-        device: The device that this rank computes on.
-    """
-
-    def __init__(self, case: LayoutCase, written: WrittenLayout, device: torch.device) -> None:
-        layout = written.layout
+    def __init__(self, case: LayoutCase, spec: LayoutSpec, device: torch.device) -> None:
+        layout = spec.layout
         self._device = device
         self._groups = MeshGroups(layout, dist.get_rank(), dist.get_world_size(), device)
-        self._num_passes = case.num_micro_batches(written)
+        self._num_passes = spec.num_micro_batches(case.sweep.batch_size)
         # Averaging over ranks divides by their number; the scale compensates for it.
-        num_tokens = case.batch_size * case.context_length
+        num_tokens = case.sweep.batch_size * case.sweep.context
         self._loss_scale = self._groups.gradient_ranks / num_tokens
-        self._range = step_range(written.text)
+        self._range = step_range(spec.text)
         with torch.device("meta"):
             model = TransformerLM(case.shape)
         self._pipeline = place_model(
             model,
             self._groups,
-            context_length=case.context_length,
+            context_length=case.sweep.context,
             num_micro_batches=self._num_passes,
             loss=self._loss,
             seed=0,
@@ -95,7 +84,7 @@ class LayoutStep:
         """Returns this rank's sequences or, with context parallelism, its tokens of them."""
         groups = self._groups
         torch.manual_seed(groups.data_rank + 1)
-        size = (case.batch_size // groups.data_ranks, case.context_length + 1)
+        size = (case.sweep.batch_size // groups.data_ranks, case.sweep.context + 1)
         sequences = torch.randint(case.shape.vocab_size, size, device=self._device)
         tokens, targets = sequences[:, :-1], sequences[:, 1:]
         if groups.context is not None:
@@ -152,13 +141,8 @@ class LayoutStep:
 
     def peak_bytes(self) -> int:
         """Runs one more step and returns this rank's peak memory."""
-        state = [
-            value
-            for values in self._optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, Tensor)
-        ]
-        kept = [*self._model.parameters(), *self._model.buffers(), *state]
+        model = self._model
+        kept = [*model.parameters(), *model.buffers(), *state_tensors(self._optimizer)]
         local = [local_tensor(tensor) for tensor in kept]
         phases = {"passes": self.forward_and_backward, "optimizer": self.optimizer_step}
         peaks = step_peaks(self._device, resident_tensors=local, phases=phases)
@@ -173,16 +157,11 @@ class LayoutResult:
     peak_bytes: int
 
 
-class LayoutComparison(Turns):
-    """All layouts of one case on one rank.
-
-    Args:
-        case: The model, the batch and the layouts.
-        device: The device that this rank computes on.
-    """
+class LayoutComparison(InterleavedBenchmark):
+    """All layouts of one case on one rank."""
 
     def __init__(self, case: LayoutCase, device: torch.device) -> None:
-        self._steps = [LayoutStep(case, written, device) for written in case.layouts]
+        self._steps = [LayoutStep(case, spec, device) for spec in case.sweep.specs]
         super().__init__(self._steps, device)
 
     def results(self) -> list[LayoutResult]:
@@ -196,41 +175,42 @@ class LayoutComparison(Turns):
         ]
 
 
-def prepare(device: torch.device, case: LayoutCase) -> None:
-    """Builds all layouts of a case on this rank."""
-    hold(lambda: LayoutComparison(case, device))
-
-
-GRACE_S = 600.0
-"""Seconds allowed for building the models and the first steps."""
-
-
 def layout_records(sweep: LayoutSweep, on_progress: Progress) -> Iterator[Record]:
     """Measures every model under all layouts; yields records on rank 0 only."""
     for case in sweep.cases():
-        for ranks in layout_ranks(sweep, case):
-            yield from ranks.on_first(_records_of(sweep, case, ranks, on_progress))
+        for ranks in _layout_ranks(sweep):
+            yield from ranks.on_first(_records_of(case, ranks, on_progress))
 
 
-def layout_ranks(sweep: LayoutSweep, case: LayoutCase) -> Iterator[MeasuringRanks]:
+def _layout_ranks(sweep: LayoutSweep) -> Iterator[MeasuringRanks]:
     """Yields the launcher's ranks, or starts as many as the layouts have."""
     if not is_launched(os.environ):
-        sweep = dataclasses.replace(sweep, world_size=case.layouts[0].layout.world_size)
-    return sweep_ranks(sweep, grace_s=GRACE_S)
+        sweep = dataclasses.replace(sweep, world_size=sweep.specs[0].layout.world_size)
+    return sweep_ranks(sweep)
 
 
-def _records_of(
-    sweep: LayoutSweep, case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress
-) -> Iterator[Record]:
-    results, reason = ranks.attempt(lambda: _measure(sweep, case, ranks, on_progress))
-    for index, written in enumerate(case.layouts):
+def _records_of(case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress) -> Iterator[Record]:
+    sweep = case.sweep
+    results: list[LayoutResult] | None
+    results, reason = ranks.attempt(
+        lambda: measure_rounds(
+            ranks,
+            LayoutComparison,
+            case,
+            warmup=sweep.warmup,
+            rounds=sweep.rounds,
+            time_limit_s=sweep.time_limit_s,
+            on_progress=on_progress,
+        )
+    )
+    for index, spec in enumerate(sweep.specs):
         yield measured(
             "layout",
             {
-                **layout_case_fields(case, written, ranks),
-                "baseline": case.layouts[0].text,
-                "warmup": case.warmup,
-                "rounds": case.rounds,
+                **layout_case_fields(case, spec, ranks),
+                "baseline": sweep.specs[0].text,
+                "warmup": sweep.warmup,
+                "rounds": sweep.rounds,
             },
             {} if results is None else _numbers(case, results[index], results[0]),
             outcome="ok" if reason is None else "failed",
@@ -238,16 +218,9 @@ def _records_of(
         )
 
 
-def _measure(
-    sweep: LayoutSweep, case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress
-) -> list[LayoutResult]:
-    ranks.run(prepare, case)
-    return measure_rounds(ranks, case.warmup, case.rounds, sweep.time_limit_s, on_progress)
-
-
 def _numbers(case: LayoutCase, result: LayoutResult, baseline: LayoutResult) -> Numbers:
     numbers: dict[str, Metric | float | list[float]] = {**result.samples, PEAK: result.peak_bytes}
-    num_tokens = case.batch_size * case.context_length
+    num_tokens = case.sweep.batch_size * case.sweep.context
     numbers["tokens_per_s"] = num_tokens / Metric.from_samples(result.samples[STEP]).value
     if result is not baseline:
         numbers["step_time_ratio"] = ratio_metric(result.samples[STEP], baseline.samples[STEP])
@@ -255,15 +228,15 @@ def _numbers(case: LayoutCase, result: LayoutResult, baseline: LayoutResult) -> 
 
 
 def layout_case_fields(
-    case: LayoutCase, written: WrittenLayout, ranks: MeasuringRanks
+    case: LayoutCase, spec: LayoutSpec, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
     """Returns the case fields of the record of a step under a layout."""
-    batch = BatchShape(num_sequences=written.micro_batch, context_length=case.context_length)
+    batch = BatchShape(num_sequences=spec.micro_batch, context_length=case.sweep.context)
     device = str(ranks.topology["device"])
     return {
-        "layout": written.text,
+        "layout": spec.text,
         **model_case_fields(case.model, case.shape, batch),
-        "batch_size": case.batch_size,
+        "batch_size": case.sweep.batch_size,
         "precision": "float32",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "attention": resolve_implementation("auto", device),
@@ -273,49 +246,41 @@ def layout_case_fields(
 
 
 def trace_layouts(sweep: LayoutSweep, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
-    """Traces all layouts; returns the records, on the first rank only.
-
-    Args:
-        sweep: One model, and its layouts.
-        trace: The file to write, which must be accessible to all ranks.
-        on_progress: Called with the number of completed rounds.
-    """
+    """Traces all layouts; returns the records, on the first rank only."""
     cases = list(sweep.cases())
     if len(cases) != 1:
         raise UsageError("a trace shows one model; give exactly one --model")
     (case,) = cases
     records: list[Record] = []
-    for ranks in layout_ranks(sweep, case):
-        ranks.run(prepare, case)
-        warm_up(ranks, case.warmup, case.rounds, on_progress)
-        ranks.run(trace_rounds, trace, case.rounds)
-        on_progress(case.warmup + case.rounds, case.warmup + case.rounds)
+    for ranks in _layout_ranks(sweep):
+        trace_case(
+            ranks,
+            LayoutComparison,
+            case,
+            trace,
+            warmup=sweep.warmup,
+            rounds=sweep.rounds,
+            on_progress=on_progress,
+        )
         if ranks.is_first:
             records += _records(case, ranks, trace)
     return records
 
 
-def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> None:
-    """Runs some rounds of the prepared case, and traces them on every rank."""
-    with record_ranks(trace, device):
-        for _ in range(num_rounds):
-            held().run_round(measured=False)
-
-
 def _records(case: LayoutCase, ranks: MeasuringRanks, trace: pathlib.Path) -> Iterator[Record]:
     analysis = analyse_trace(trace)
-    for written in case.layouts:
-        layout = written.layout
-        fields = layout_case_fields(case, written, ranks)
-        how = {"warmup": case.warmup, "rounds": case.rounds}
-        steps = [step for step in analysis.steps if step.label == written.text]
+    for spec in case.sweep.specs:
+        layout = spec.layout
+        fields = layout_case_fields(case, spec, ranks)
+        how = {"warmup": case.sweep.warmup, "rounds": case.sweep.rounds}
+        steps = [step for step in analysis.steps if step.label == spec.text]
         yield measured("layout_trace", {**fields, **how}, _shares(steps))
         if layout.pipeline == 1:
             continue
         # Stages are outermost: ranks of one pipeline are world_size / pipeline apart.
         own = range(0, layout.world_size, layout.world_size // layout.pipeline)
         yield measured("pipeline", {**fields, **how}, _schedule_numbers(pipeline_steps(steps, own)))
-        passes = layout.pipeline_interleave * case.num_micro_batches(written)
+        passes = layout.pipeline_interleave * spec.num_micro_batches(case.sweep.batch_size)
         yield predicted("pipeline", fields, {"bubble": (layout.pipeline - 1) / passes})
 
 

@@ -1,6 +1,4 @@
-"""Turns memory and times of steps under several strategies into records and predictions.
-
-Measures the memory of a training step by category, and step times, under one strategy.
+"""Measures the memory of a training step by category, and step times, under one strategy.
 
 Phases on every rank: release what is left of the previous strategy; build model, container and
 optimizer; run a few steps, until one-time allocations are done; run a few more steps and track
@@ -34,12 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.accounting.memory.step import INSTANTS, MemoryParts, step_memory
 from paceline.benchmarks.config import OptimizerCase, OptimizerSweep
 from paceline.benchmarks.harness.measure import step_peaks, storage_bytes
-from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
+from paceline.benchmarks.harness.ranks import BUILDING_S, MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted, resolve_device
 from paceline.benchmarks.strategies import StrategyStep, memory_obstacle, strategy_case_fields
 from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
+from paceline.core.units import Progress
 from paceline.kernels import resolve_implementation
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import reduce_numbers
@@ -206,7 +205,7 @@ def measure(device: torch.device, case: OptimizerCase, time_limit_s: float) -> O
     _release(device)
     measurement = OptimizerMeasurement(case, device)
     step = case.step
-    measurement.time_steps(warmup=step.warmup, steps=step.steps, time_limit_s=time_limit_s)
+    measurement.time_steps(warmup=step.warmup, steps=step.sweep.steps, time_limit_s=time_limit_s)
     result = measurement.result()
     del measurement
     _release(device)
@@ -224,13 +223,9 @@ def _release(device: torch.device) -> None:
         trim(0)
 
 
-# Time allowed for building a model and tracking its first steps.
-_GRACE_S = 600.0
-
-
-def optimizer_records(sweep: OptimizerSweep) -> Iterator[Record]:
+def optimizer_records(sweep: OptimizerSweep, _on_progress: Progress) -> Iterator[Record]:
     """Measures every model under every strategy; yields records on rank 0 only."""
-    for ranks in sweep_ranks(sweep, grace_s=sweep.time_limit_s + _GRACE_S):
+    for ranks in sweep_ranks(sweep, grace_s=sweep.time_limit_s + BUILDING_S):
         for case in sweep.cases():
             yield from ranks.on_first(_records_of(sweep, case, ranks))
 
@@ -265,7 +260,8 @@ def _memory_numbers(instants: dict[str, MemoryParts]) -> Numbers:
 
 def _predict(case: OptimizerCase, world_size: int) -> Numbers | None:
     """Returns the predictions of the formulas, or None unless the step is eager and on a CPU."""
-    if case.step.compilation != "none" or resolve_device(case.step.device).type != "cpu":
+    sweep = case.step.sweep
+    if sweep.compilation != "none" or resolve_device(sweep.device).type != "cpu":
         return None
     size = case.variant.bucket_size_mb
     return _memory_numbers(
@@ -275,8 +271,8 @@ def _predict(case: OptimizerCase, world_size: int) -> Numbers | None:
             precision_preset(case.step.precision),
             case.variant.strategy,
             world_size,
-            activation_checkpointing=case.step.activation_checkpointing,
-            attention=resolve_implementation(case.step.attention, "cpu"),
+            activation_checkpointing=sweep.activation_checkpointing,
+            attention=resolve_implementation(sweep.attention, "cpu"),
             bucket_size_mb=size if isinstance(size, float) else DEFAULT_BUCKET_SIZE_MB,
         )
     )

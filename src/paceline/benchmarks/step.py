@@ -63,12 +63,12 @@ class TrainingStep:
         with device:
             model = TransformerLM(
                 case.shape,
-                attention=case.attention,
-                activation_checkpointing=case.activation_checkpointing,
+                attention=case.sweep.attention,
+                activation_checkpointing=case.sweep.activation_checkpointing,
             )
-        if case.compilation == "blocks":
+        if case.sweep.compilation == "blocks":
             model.compile_blocks()
-        elif case.compilation == "whole":
+        elif case.sweep.compilation == "whole":
             model.compile()
         self.model = wrap(model)
         torch.manual_seed(data_seed)
@@ -176,19 +176,25 @@ def step_records(sweep: StepSweep, on_progress: Progress) -> Iterator[Record]:
             case.shape, case.batch, precision_preset(case.precision), case.phase
         ),
     )
-    return isolated_records(subject, sweep.cases(), sweep.limits, on_progress)
+    return isolated_records(subject, sweep.cases(), sweep.device, sweep.limits, on_progress)
 
 
 def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
     """Measures one case in this process and returns its metrics."""
-    device = resolve_device(case.device)
+    device = resolve_device(case.sweep.device)
     step = TrainingStep(case, device)
     made_bytes = storage_bytes([*step.model.parameters(), *step.model.buffers()])
     metrics = {
         "memory_after_init_bytes": Metric(value=made_bytes),
         "resident_peak_after_init_bytes": Metric(value=resident_peak_bytes()),
     }
-    samples = sample(step.run, case, on_progress)
+    samples = sample(
+        step.run,
+        warmup=case.warmup,
+        steps=case.sweep.steps,
+        time_limit_s=case.sweep.limits.time_limit_s,
+        on_progress=on_progress,
+    )
     metrics |= {name: Metric.from_samples(values) for name, values in samples.items()}
     metrics |= _rates(case, describe_hardware(device), metrics["step_time_s"].value)
     metrics |= {name: Metric(value=value) for name, value in step.memory().items()}
@@ -202,13 +208,13 @@ def step_case_fields(case: StepCase, location: HardwareLocation) -> dict[str, Ca
         "phase": case.phase,
         "precision": case.precision,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "compile": case.compilation,
-        "activation_checkpointing": case.activation_checkpointing,
-        "attention": resolve_implementation(case.attention, location.device),
+        "compile": case.sweep.compilation,
+        "activation_checkpointing": case.sweep.activation_checkpointing,
+        "attention": resolve_implementation(case.sweep.attention, location.device),
         "optimizer": "adamw",
         **location.as_case(),
         "warmup": case.warmup,
-        "steps": case.steps,
+        "steps": case.sweep.steps,
     }
 
 
@@ -222,7 +228,7 @@ def _rates(case: StepCase, location: HardwareLocation, step_time_s: float) -> di
             case.shape,
             case.batch.context_length,
             convention=convention,
-            activation_checkpointing=case.activation_checkpointing,
+            activation_checkpointing=case.sweep.activation_checkpointing,
         )
         model = flops.forward if case.phase == "forward" else flops.model
         executed = flops.forward if case.phase == "forward" else flops.hardware

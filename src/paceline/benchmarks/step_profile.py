@@ -13,7 +13,7 @@ import torch
 from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.config import StepCase
+from paceline.benchmarks.config import StepCase, StepSweep
 from paceline.benchmarks.harness.measure import storage_bytes
 from paceline.benchmarks.harness.records import (
     current_environment,
@@ -37,17 +37,21 @@ from paceline.traces.memory import Category, MemoryTimeline, memory_timeline, re
 from paceline.traces.records import ALL_OPERATORS, operator_records, step_records
 
 
-def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
+def profile_step(sweep: StepSweep, trace: pathlib.Path, on_progress: Progress) -> list[Record]:
     """Traces a step and returns records of its operators' times and its memory by category."""
-    device = resolve_device(case.device)
+    cases = list(sweep.cases())
+    if len(cases) != 1:
+        raise UsageError("a trace shows one case; give one value to every flag that takes a list")
+    (case,) = cases
+    device = resolve_device(case.sweep.device)
     _require_memory(case, device)
     step = TrainingStep(case, device)
-    total = case.warmup + case.steps + 1
+    total = case.warmup + case.sweep.steps + 1
     for completed in range(case.warmup):
         step.run()
         on_progress(completed + 1, total)
     with profiling(trace, device, shapes=True):
-        for completed in range(case.steps):
+        for completed in range(case.sweep.steps):
             with named_range(STEP):
                 step.run()
             on_progress(case.warmup + completed + 1, total)
@@ -57,7 +61,7 @@ def profile_step(case: StepCase, trace: pathlib.Path, on_progress: Progress) -> 
     environment = current_environment()
     subject = (
         f"{case.model}, batch {case.batch.num_sequences}, context {case.batch.context_length}, "
-        f"{case.precision}, {resolve_implementation(case.attention, device)} attention, "
+        f"{case.precision}, {resolve_implementation(case.sweep.attention, device)} attention, "
         f"{case.phase}"
     )
     return [

@@ -1,8 +1,4 @@
-"""Turns training steps under several strategies into records.
-
-A training step under a strategy, and its case fields in a record.
-
-Training steps under several strategies, interleaved on the same ranks.
+"""Training steps under several strategies, interleaved on the same ranks.
 
 Every strategy gets its own model, from the same seed, and every rank its own batch. Before a step
 the ranks synchronize in an untimed barrier. A step is cut where no message is in flight: it begins
@@ -13,11 +9,9 @@ nothing else running, which is its communication time.
 A step's time is that of the slowest rank. Its exposed communication is that of the rank that waits
 least after its last gradient: the others also wait for that rank to compute.
 
-Checks whether the ranks' memory can fit, before the kernel kills one of them.
-
-The check uses a lower bound: parameters, gradients and optimizer state of all strategies that are
-held at the same time. If the bound does not fit, the case cannot run. If it fits, the case may
-still run out of memory for activations.
+Before the kernel kills a rank, the ranks' memory is checked against a lower bound: parameters,
+gradients and optimizer state of all strategies that are held at the same time. If the bound does
+not fit, the case cannot run. If it fits, the case may still run out of memory for activations.
 """
 
 import dataclasses
@@ -32,10 +26,10 @@ from torch import Tensor, nn
 
 from paceline.accounting.memory.model_states import rank_state_bytes
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, StepCase, Variant
+from paceline.benchmarks.harness.interleaved import InterleavedBenchmark, measure_rounds
 from paceline.benchmarks.harness.measure import ratio_metric, step_peaks, storage_bytes
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted, resolve_device
-from paceline.benchmarks.harness.turns import Turns, hold, measure_rounds
 from paceline.benchmarks.step import LEARNING_RATE, TrainingStep, step_case_fields
 from paceline.core.ranges import step_range
 from paceline.core.specs import precision_preset
@@ -102,7 +96,7 @@ def strategy_case_fields(
     case: StepCase, variant: Variant, ranks: MeasuringRanks
 ) -> dict[str, CaseValue]:
     """Returns the case fields of the record of a step under a strategy."""
-    step = step_case_fields(case, describe_hardware(resolve_device(case.device)))
+    step = step_case_fields(case, describe_hardware(resolve_device(case.sweep.device)))
     del step["phase"]
     return {
         "strategy": variant.strategy,
@@ -112,6 +106,8 @@ def strategy_case_fields(
         "optimizer": "adamw-fused",
     }
 
+
+_logger = logging.getLogger(__name__)
 
 STEP = "step_time_s"
 EXPOSED = "exposed_communication_s"
@@ -226,7 +222,7 @@ class VariantResult:
     """An automatic bucket size, and the data that it is based on."""
 
 
-class Comparison(Turns):
+class StrategyComparison(InterleavedBenchmark):
     """All strategies of one case on one rank."""
 
     def __init__(self, case: DataParallelCase, device: torch.device) -> None:
@@ -251,11 +247,6 @@ class Comparison(Turns):
             num_messages=len(message_sizes(model)),
             choice=model.bucket_size_choice if isinstance(model, BucketedDataParallel) else None,
         )
-
-
-def prepare(device: torch.device, case: DataParallelCase) -> None:
-    """Builds all strategies of a case on this rank."""
-    hold(lambda: Comparison(case, device))
 
 
 def memory_obstacle(
@@ -298,15 +289,9 @@ def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[St
     return int(by_rank.sum()) // num_hosts
 
 
-_logger = logging.getLogger(__name__)
-
-GRACE_S = 600.0
-"""Seconds allowed for building the models and the first step, compilation included."""
-
-
 def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> Iterator[Record]:
     """Measures every model under all strategies; yields records on rank 0 only."""
-    for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
+    for ranks in sweep_ranks(sweep):
         for case in sweep.cases():
             yield from ranks.on_first(_records_of(sweep, case, ranks, on_progress))
 
@@ -357,9 +342,14 @@ def _predictions(
 def _measure(
     sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> list[VariantResult]:
-    ranks.run(prepare, case)
     results: list[VariantResult] = measure_rounds(
-        ranks, sweep.warmup, sweep.rounds, sweep.time_limit_s, on_progress
+        ranks,
+        StrategyComparison,
+        case,
+        warmup=sweep.warmup,
+        rounds=sweep.rounds,
+        time_limit_s=sweep.time_limit_s,
+        on_progress=on_progress,
     )
     for variant, result in zip(case.variants, results, strict=True):
         if result.choice is not None and ranks.is_first:

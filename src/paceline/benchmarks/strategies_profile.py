@@ -8,24 +8,16 @@ detail, to plot it.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import torch
 import torch.distributed as dist
 
 from paceline.accounting.overlap import simulate_buckets
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep
+from paceline.benchmarks.harness.interleaved import trace_case
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted
-from paceline.benchmarks.harness.turns import held, warm_up
-from paceline.benchmarks.strategies import (
-    EXPOSED,
-    GRACE_S,
-    Comparison,
-    case_fields,
-    memory_obstacle,
-    prepare,
-)
+from paceline.benchmarks.strategies import EXPOSED, StrategyComparison, case_fields, memory_obstacle
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
 from paceline.core.units import NANOSECOND, Progress
@@ -34,7 +26,6 @@ from paceline.parallel.strategies import record_statistics, synchronization_stat
 from paceline.parallel.traffic import SynchronizationStats
 from paceline.records import Record
 from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace
-from paceline.traces.capture import record_ranks
 from paceline.traces.records import part_samples
 
 
@@ -56,34 +47,45 @@ def trace_data_parallel(
     if len(cases) != 1:
         raise UsageError("--model: a trace shows one model; give exactly one")
     records: list[Record] = []
-    for ranks in sweep_ranks(sweep, grace_s=GRACE_S):
-        strategies = [variant.strategy for variant in cases[0].variants]
-        if (obstacle := memory_obstacle(ranks, cases[0].step, strategies)) is not None:
+    (case,) = cases
+    for ranks in sweep_ranks(sweep):
+        strategies = [variant.strategy for variant in case.variants]
+        if (obstacle := memory_obstacle(ranks, case.step, strategies)) is not None:
             raise UsageError(obstacle)
-        ranks.run(prepare, cases[0])
-        warm_up(ranks, sweep.warmup, sweep.rounds, on_progress)
-        traced: TracedRounds = ranks.run(trace_rounds, trace, sweep.rounds)
-        on_progress(sweep.num_rounds, sweep.num_rounds)
+        traced: TracedRounds = trace_case(
+            ranks,
+            TracedComparison,
+            case,
+            trace,
+            warmup=sweep.warmup,
+            rounds=sweep.rounds,
+            on_progress=on_progress,
+        )
         if ranks.is_first:
-            records += _records(cases[0], ranks, analyse_trace(trace), traced)
+            records += _records(case, ranks, analyse_trace(trace), traced)
     return records
 
 
-def trace_rounds(device: torch.device, trace: pathlib.Path, num_rounds: int) -> TracedRounds:
-    """Runs some rounds of the prepared case, and traces them on every rank."""
-    comparison = held()
-    assert isinstance(comparison, Comparison)
-    stats: list[list[SynchronizationStats | None]] = [[] for _ in comparison.steps]
-    for step in comparison.steps:
-        record_statistics(step.model)
-    with record_ranks(trace, device):
-        for _ in range(num_rounds):
-            comparison.run_round(measured=False)
-            for step, of_variant in zip(comparison.steps, stats, strict=True):
+class TracedComparison(StrategyComparison):
+    """All strategies of one case on one rank, with the statistics that containers report."""
+
+    def trace_rounds(
+        self, trace: pathlib.Path, num_rounds: int, after_round: Callable[[], None] = lambda: None
+    ) -> TracedRounds:
+        """Traces some rounds and keeps the statistics of each; then times all-reduces."""
+        stats: list[list[SynchronizationStats | None]] = [[] for _ in self.steps]
+        for step in self.steps:
+            record_statistics(step.model)
+
+        def keep_statistics() -> None:
+            after_round()
+            for step, of_variant in zip(self.steps, stats, strict=True):
                 of_variant.append(synchronization_stats(step.model))
-    group = dist.group.WORLD
-    assert group is not None
-    return TracedRounds(stats=stats, cost=measure_group(group, device))
+
+        super().trace_rounds(trace, num_rounds, keep_statistics)
+        group = dist.group.WORLD
+        assert group is not None
+        return TracedRounds(stats=stats, cost=measure_group(group, self.device))
 
 
 def _records(

@@ -1,9 +1,12 @@
 """``paceline bench``: measures, appends to the store, and prints."""
 
 import dataclasses
+import functools
+import operator
 import pathlib
+import pkgutil
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 import tyro
 
@@ -29,16 +32,7 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from paceline.records import Record
 
-Sweep: TypeAlias = (
-    StepSweep
-    | AttentionSweep
-    | CollectiveSweep
-    | DataParallelSweep
-    | LayoutSweep
-    | OptimizerSweep
-    | KernelSweep
-)
-_Sweep = TypeVar("_Sweep", bound=Sweep)
+_Sweep = TypeVar("_Sweep")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +56,7 @@ class SweepCommand(Generic[_Sweep]):
 
         records: list[Record] = []
         with case_progress(num_cases) as progress:
-            made = _records(self.sweep, progress.step)
+            made = self.measure(progress.step)
             for record in keep_records(made, self.store, self.output):
                 records.append(record)
                 if record.kind != PREDICTION:
@@ -71,9 +65,40 @@ class SweepCommand(Generic[_Sweep]):
         print_tables(records, self.output)
         return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
+    def measure(self, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
+        """Yields the records of all cases."""
+        (function,) = (
+            subject.records for subject in SUBJECTS.values() if subject.sweep is type(self.sweep)
+        )
+        made: Iterator[Record] = pkgutil.resolve_name(function)(self.sweep, on_progress)
+        return made
+
     def predictions(self, records: "list[Record]") -> "Iterator[Record]":
         """Yields predictions for the measured cases, if the subject has a model of them."""
         yield from ()
+
+
+def _num_cases(sweep: Any) -> int:
+    if isinstance(sweep, LayoutSweep):
+        return len(list(sweep.cases())) * len(sweep.layouts)
+    if isinstance(sweep, DataParallelSweep):
+        return sum(len(case.variants) for case in sweep.cases())
+    return len(list(sweep.cases()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelCommand(SweepCommand[DataParallelSweep]):
+    """Measure every strategy, and log how automatic bucket sizes were chosen."""
+
+    def measure(self, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
+        """Yields the records of all cases."""
+        import logging
+
+        # Enable only the benchmarks' messages: under a launcher, the container on this rank logs
+        # the same ones.
+        logging.basicConfig(format="paceline: %(message)s")
+        logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
+        return super().measure(on_progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,70 +117,53 @@ class LayoutCommand(SweepCommand[LayoutSweep]):
             yield from layout_predictions(records, RecordStore(self.calibration).read())
 
 
-def _subcommand(name: str, sweep: type[Sweep]) -> object:
-    return tyro.conf.subcommand(name, description=sweep.__doc__)
+class Subject(NamedTuple):
+    """A part of training that can be measured."""
+
+    sweep: type[Any]
+    """Its options; their docstring is the help text."""
+    records: str
+    """Function of a sweep and a progress callback. A name, because its module loads torch."""
+    command: Any = None
+    """A command with options or output of its own."""
+
+
+SUBJECTS = {
+    "step": Subject(StepSweep, "paceline.benchmarks.step:step_records"),
+    "attention": Subject(AttentionSweep, "paceline.benchmarks.attention:attention_records"),
+    "comm": Subject(CollectiveSweep, "paceline.benchmarks.collectives:collective_records"),
+    "ddp": Subject(
+        DataParallelSweep,
+        "paceline.benchmarks.strategies:data_parallel_records",
+        DataParallelCommand,
+    ),
+    "layout": Subject(LayoutSweep, "paceline.benchmarks.layouts:layout_records", LayoutCommand),
+    "memory": Subject(OptimizerSweep, "paceline.benchmarks.optimizer_memory:optimizer_records"),
+    "kernels": Subject(KernelSweep, "paceline.benchmarks.kernels:kernel_records"),
+}
+"""Every subject of ``paceline bench``: a new benchmark is one entry here."""
+
+if TYPE_CHECKING:
+    AnySubject = SweepCommand[Any]
+else:
+    AnySubject = functools.reduce(
+        operator.or_,
+        (
+            Annotated[
+                subject.command or SweepCommand[subject.sweep],
+                tyro.conf.subcommand(name, description=subject.sweep.__doc__),
+            ]
+            for name, subject in SUBJECTS.items()
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
     """Measure one part of training and append the records to a store."""
 
-    subject: (
-        Annotated[SweepCommand[StepSweep], _subcommand("step", StepSweep)]
-        | Annotated[SweepCommand[AttentionSweep], _subcommand("attention", AttentionSweep)]
-        | Annotated[SweepCommand[CollectiveSweep], _subcommand("comm", CollectiveSweep)]
-        | Annotated[SweepCommand[DataParallelSweep], _subcommand("ddp", DataParallelSweep)]
-        | Annotated[LayoutCommand, _subcommand("layout", LayoutSweep)]
-        | Annotated[SweepCommand[OptimizerSweep], _subcommand("memory", OptimizerSweep)]
-        | Annotated[SweepCommand[KernelSweep], _subcommand("kernels", KernelSweep)]
-    )
+    subject: AnySubject
 
     def run(self) -> int:
         """Measures the subject."""
         return self.subject.run()
-
-
-def _num_cases(sweep: Sweep) -> int:
-    if isinstance(sweep, LayoutSweep):
-        return sum(len(case.layouts) for case in sweep.cases())
-    if isinstance(sweep, DataParallelSweep):
-        return sum(len(case.variants) for case in sweep.cases())
-    return len(list(sweep.cases()))
-
-
-def _records(sweep: Sweep, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
-    match sweep:
-        case StepSweep():
-            from paceline.benchmarks.step import step_records
-
-            return step_records(sweep, on_progress)
-        case AttentionSweep():
-            from paceline.benchmarks.attention import attention_records
-
-            return attention_records(sweep, on_progress)
-        case CollectiveSweep():
-            from paceline.benchmarks.collectives import collective_records
-
-            return collective_records(sweep)
-        case DataParallelSweep():
-            import logging
-
-            from paceline.benchmarks.strategies import data_parallel_records
-
-            # Enable only the benchmarks' messages: under a launcher, the container on this rank
-            # logs the same ones.
-            logging.basicConfig(format="paceline: %(message)s")
-            logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
-            return data_parallel_records(sweep, on_progress)
-        case LayoutSweep():
-            from paceline.benchmarks.layouts import layout_records
-
-            return layout_records(sweep, on_progress)
-        case OptimizerSweep():
-            from paceline.benchmarks.optimizer_memory import optimizer_records
-
-            return optimizer_records(sweep)
-        case KernelSweep():
-            from paceline.benchmarks.kernels import kernel_records
-
-            return kernel_records(sweep, on_progress)

@@ -1,10 +1,9 @@
 """``paceline profile``: shows where the time and memory of a step go."""
 
 import dataclasses
-import functools
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -18,7 +17,6 @@ from paceline.cli.output import (
     print_tables,
     say,
 )
-from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +48,7 @@ class ProfileDdpCommand:
         """Traces steps, stores the records, draws and prints."""
         from paceline.benchmarks.strategies_profile import trace_data_parallel
 
-        return _trace(self, functools.partial(trace_data_parallel, self.sweep), "timelines")
+        return _trace(self, trace_data_parallel, "timelines")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class ProfileLayoutCommand:
         """Traces steps, stores the records, draws and prints."""
         from paceline.benchmarks.layouts import trace_layouts
 
-        return _trace(self, functools.partial(trace_layouts, self.sweep), "pipelines")
+        return _trace(self, trace_layouts, "pipelines")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,15 +85,9 @@ class ProfileStepCommand:
 
     def run(self) -> int:
         """Traces steps, stores the records, draws and prints."""
-        cases = list(self.sweep.cases())
-        if len(cases) != 1:
-            raise UsageError(
-                "a trace shows one case; give one value to every flag that takes a list"
-            )
-
         from paceline.benchmarks.step_profile import profile_step
 
-        return _trace(self, functools.partial(profile_step, cases[0]), "memory-timeline")
+        return _trace(self, profile_step, "memory-timeline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,13 +132,13 @@ class ProfileCommand:
 
 def _trace(
     command: ProfileDdpCommand | ProfileLayoutCommand | ProfileStepCommand,
-    trace: "Callable[[pathlib.Path, Progress], list[Record]]",
+    trace: "Callable[[Any, pathlib.Path, Progress], list[Record]]",
     plot: str,
 ) -> int:
     """Traces, stores the records, prints tables, and draws the plot if the records allow it."""
     command.out.mkdir(parents=True, exist_ok=True)
     with case_progress(1) as progress:
-        records = trace(command.out / _TRACE, progress.step)
+        records = trace(command.sweep, command.out / _TRACE, progress.step)
     if not records:  # Only rank 0 has records.
         return 0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import tyro
 
-from paceline.benchmarks.config import ModelName
+from paceline.benchmarks.options import ModelName
 from paceline.cli.output import Flat, OutputOptions, guarded, print_json, say
 from paceline.core.errors import UsageError
 from paceline.core.processes import die_with_agent, termination_as_exit

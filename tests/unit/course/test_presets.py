@@ -28,12 +28,13 @@ ELSEWHERE = {"num_hosts", "link_rate_bits_per_s"}
 
 
 def _fields(case: Any) -> dict[str, Any]:
-    """Returns a case's fields under the names that records use."""
-    fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
-    batch, compiled = fields.get("batch"), fields.get("compiled")
-    if isinstance(batch, BatchShape):
+    """Returns a case's fields, and those of its sweep, under the names that records use."""
+    fields = {**vars(case.sweep), **case._asdict()}
+    if isinstance(batch := fields.get("batch"), BatchShape):
         fields |= {"batch": batch.num_sequences, "context": batch.context_length}
-    fields["compile"] = fields.get("compilation", "whole" if compiled else "none")
+    fields["compile"] = "whole" if fields.get("compile") else "none"
+    if fields.get("compile_blocks"):
+        fields["compile"] = "blocks"
     return fields
 
 
@@ -42,12 +43,12 @@ def _promised(sweep: Any) -> Iterator[dict[str, Any]]:
     for case in sweep.cases():
         match sweep:
             case DataParallelSweep():
-                ranks = {"rounds": case.step.steps, "world_size": sweep.world_size or 2}
+                ranks = {"rounds": case.step.sweep.steps, "world_size": sweep.world_size or 2}
                 for variant in case.variants:
-                    yield {**_fields(case.step), **_fields(variant), **ranks}
+                    yield {**_fields(case.step), **vars(variant), **ranks}
             case OptimizerSweep():
                 ranks = {"world_size": sweep.world_size}
-                yield {**_fields(case.step), **_fields(case.variant), **ranks}
+                yield {**_fields(case.step), **vars(case.variant), **ranks}
             case CollectiveSweep():
                 for world_size in sweep.world_sizes or (2,):
                     yield {**_fields(case), "device": sweep.device, "world_size": world_size}

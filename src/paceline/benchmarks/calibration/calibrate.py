@@ -14,14 +14,20 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from paceline.benchmarks.calibration.compute import Probe, engine_probes, make_probes
+from paceline.benchmarks.calibration.compute import (
+    ComputeShapes,
+    Probe,
+    compute_shapes,
+    engine_probes,
+    make_probes,
+)
 from paceline.benchmarks.calibration.contention import ContentionTimes, measure_contention
 from paceline.benchmarks.collectives import CollectiveTimes, fit_records, measure_collective
 from paceline.benchmarks.config import (
     CALIBRATED_OPERATIONS,
     CalibrationSweep,
     CollectiveCase,
-    ComputeShapes,
+    CollectiveSweep,
 )
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import measured
@@ -60,7 +66,7 @@ def _records_of(
     sweep: CalibrationSweep, ranks: MeasuringRanks, on_progress: Progress
 ) -> Iterator[Record]:
     num_stages = 1 + (1 + 2 * len(CALIBRATED_OPERATIONS)) * (ranks.world_size > 1)
-    shapes = sweep.compute_shapes()
+    shapes = compute_shapes(sweep.batches())
     samples: Samples = ranks.run(measure_computing, shapes, _COMPUTE_SHARE * sweep.time_limit_s)
     topology: dict[str, CaseValue] = {**ranks.topology, "dtype": "float32"}
     yield from _compute_records(shapes, samples, topology)
@@ -149,17 +155,11 @@ def measure_sizes(
     samples: dict[int, list[float]] = {}
     sizes = list(_SIZES)
     per_size_s = time_limit_s / len(sizes) / _PASSES
+    # The largest size may use the time that small sizes leave over.
+    sweep = CollectiveSweep(warmup=1, steps=_REPETITIONS, time_limit_s=2 * per_size_s)
     for _ in range(_PASSES):
         for size in sizes:
-            case = CollectiveCase(
-                operation=operation,
-                size_bytes=size,
-                warmup=1,
-                steps=_REPETITIONS,
-                # The largest size may use the time that small sizes leave over.
-                time_limit_s=2 * per_size_s,
-            )
-            times = measure_collective(device, case)
+            times = measure_collective(device, CollectiveCase(sweep, operation, size))
             samples.setdefault(times.size_bytes, []).extend(times.samples)
             # A line needs more than two points.
             if min(times.samples) > per_size_s and len(samples) >= _FEWEST_SIZES:

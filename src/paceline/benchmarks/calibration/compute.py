@@ -1,14 +1,13 @@
-"""Probes for the compute parts of a training step, each timed separately.
+"""Probes for the compute parts of a training step and for the overhead of torch's engine.
 
-They use memory as a step does. Linear layers rotate through several weights and inputs, so that
-none is still cached from its previous use. Elementwise results are kept for a while, as activations
-are. A run repeats its part before it waits for the device, so that a GPU's queue is as full as in
-training.
+Probes of compute parts use memory as a step does. Linear layers rotate through several weights and
+inputs, so that none is still cached from its previous use. Elementwise results are kept for a
+while, as activations are. A run repeats its part before it waits for the device, so that a GPU's
+queue is as full as in training.
 
-Measures the overhead of torch's engine per block, beyond its kernels and messages.
-
-A pass runs blocks that are so narrow that their compute and transfers take almost no time, under
-several layouts of the ranks. What remains is the fixed cost of a block:
+The engine's overhead is what a block costs beyond its kernels and messages. A pass runs blocks that
+are so narrow that their compute and transfers take almost no time, under several layouts of the
+ranks. What remains is the fixed cost of a block:
 
     plain      each rank by itself: modules, launches, autograd
     tensor     matrices split over the tensor ranks: DTensor's dispatch, and the latency of two
@@ -22,7 +21,7 @@ several layouts of the ranks. What remains is the fixed cost of a block:
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,12 +29,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.benchmarks.config import AttentionShape, ComputeShapes, LinearShape
+from paceline.accounting.flops import model_segments
 from paceline.benchmarks.harness.measure import Stopwatch
 from paceline.core.errors import UsageError
 from paceline.core.host_memory import physical_memory_bytes
 from paceline.core.plan import ParallelLayout
-from paceline.core.specs import ModelShape
+from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import MIB, format_binary_bytes
 from paceline.kernels.attention.api import attention
 from paceline.models import TransformerLM
@@ -53,6 +52,53 @@ _COPY_ELEMENTS = 2**24
 _CALLS = 300
 _OPTIMIZER_TENSORS = 8
 _OPTIMIZER_ELEMENTS = 2**20
+
+
+class LinearShape(NamedTuple):
+    """A linear layer applied to a batch."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+
+class AttentionShape(NamedTuple):
+    """Causal attention of a batch."""
+
+    batch: int
+    context: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class ComputeShapes(NamedTuple):
+    """Shapes to time, each once."""
+
+    linears: tuple[LinearShape, ...]
+    attentions: tuple[AttentionShape, ...]
+
+
+def compute_shapes(batches: Iterable[tuple[ModelShape, BatchShape]]) -> ComputeShapes:
+    """Returns the shapes to time for some models and their batches, each once."""
+    batches = list(batches)
+    linears = [
+        LinearShape(batch.tokens_per_pass, linear.inputs, linear.outputs)
+        for shape, batch in batches
+        for segment in model_segments(shape)
+        for linear in segment.linears
+    ]
+    attentions = [
+        AttentionShape(
+            batch=batch.num_sequences,
+            context=batch.context_length,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.key_value_heads,
+            head_dim=shape.head_width,
+        )
+        for shape, batch in batches
+    ]
+    return ComputeShapes(tuple(dict.fromkeys(linears)), tuple(dict.fromkeys(attentions)))
 
 
 class Probe(NamedTuple):

@@ -1,10 +1,9 @@
 """Turns cases into records: skips what cannot run or fit, and runs the rest in isolation.
 
-Runs each case in a separate process, with a memory limit and a time limit.
-
-Linux answers memory exhaustion with SIGKILL: a case that runs out of memory must not kill the
-sweep. In a fresh process, no case inherits another's caches, compiled code or peak memory. The
-child's stdout is redirected to its stderr, so that only records reach the parent's stdout.
+Each case runs in a separate process, with a memory limit and a time limit. Linux answers memory
+exhaustion with SIGKILL: a case that runs out of memory must not kill the sweep. In a fresh process,
+no case inherits another's caches, compiled code or peak memory. The child's stdout is redirected to
+its stderr, so that only records reach the parent's stdout.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from paceline.benchmarks.config import RunLimits, TimedCase
 from paceline.benchmarks.harness.records import measured, resolve_device
+from paceline.benchmarks.options import DeviceName, RunLimits
 from paceline.core.errors import is_out_of_memory
 from paceline.core.processes import die_with_parent, ignore_sigint
 from paceline.core.units import GIB, Progress, format_binary_bytes
@@ -140,7 +139,7 @@ def _failure(error: BaseException) -> tuple[str, None, str]:
     return "failed", None, f"{type(error).__name__}: {first_line}"
 
 
-Case = TypeVar("Case", bound=TimedCase)
+Case = TypeVar("Case")
 
 # Time to start a process, to compile, and to finish the step that exceeds the limit.
 _GRACE_S = 120.0
@@ -159,11 +158,15 @@ class Subject(Generic[Case]):
 
 
 def isolated_records(
-    subject: Subject[Case], cases: Iterable[Case], limits: RunLimits, on_progress: Progress
+    subject: Subject[Case],
+    cases: Iterable[Case],
+    device_name: DeviceName,
+    limits: RunLimits,
+    on_progress: Progress,
 ) -> Iterator[Record]:
     """Measures every case; a failure becomes a record and does not end the sweep."""
     for case in cases:
-        device = resolve_device(case.device)
+        device = resolve_device(device_name)
         usable = usable_memory_bytes(device)
         if limits.memory_limit_gib is not None:
             usable = int(limits.memory_limit_gib * GIB)
@@ -181,7 +184,7 @@ def isolated_records(
                 subject.measure,
                 case,
                 memory_limit_bytes=usable if device.type == "cpu" else None,
-                timeout_s=case.time_limit_s * 2 + _GRACE_S,
+                timeout_s=limits.time_limit_s * 2 + _GRACE_S,
                 on_progress=on_progress,
             )
             metrics, outcome, reason = run.result or {}, run.outcome, run.reason

@@ -1,13 +1,11 @@
-"""Timing: warm-up, a stopwatch that waits for the device, and the sampling loop.
+"""Times a step by stopwatch and measures its peak memory.
 
 A GPU runs asynchronously: without waiting for it, a timer measures only the launches. Warm-up keeps
 one-time work (allocation, kernel selection, compilation) out of the samples.
 
-Measures the peak memory of a step.
-
-The hand-outs require three points: after the model is built, before the optimizer step, and after
-it. They are taken in a later step, when the optimizer's state exists: in the first step,
-activations hide it. On CUDA the allocator tracks the peak. On a CPU it is computed from the
+The hand-outs require peak memory at three points: after the model is built, before the optimizer
+step, and after it. They are taken in a later step, when the optimizer's state exists: in the first
+step, activations hide it. On CUDA the allocator tracks the peak. On a CPU it is computed from the
 profiler's allocation events; the kernel's count of resident pages is reported separately.
 """
 
@@ -19,11 +17,10 @@ import torch
 from torch import Tensor
 
 from paceline.accounting.intervals import bootstrap_medians
-from paceline.benchmarks.config import TimedCase
 from paceline.core.units import Progress
 from paceline.parallel.ranks.device_clock import synchronize
 from paceline.records.schema import Metric
-from paceline.traces.capture import peak_allocations
+from paceline.traces.memory import peak_allocations
 
 _BOOTSTRAP_DRAWS = 4000
 
@@ -45,24 +42,29 @@ class Stopwatch:
 
 
 def sample(
-    run: Callable[[], Mapping[str, float]], case: TimedCase, on_progress: Progress
+    run: Callable[[], Mapping[str, float]],
+    *,
+    warmup: int,
+    steps: int,
+    time_limit_s: float,
+    on_progress: Progress,
 ) -> dict[str, list[float]]:
     """Runs `warmup` times unmeasured, then up to `steps` times, and returns the laps by name.
 
     After `time_limit_s`, warm-up ends, and measuring ends after at least one sample.
     """
-    deadline = time.monotonic() + case.time_limit_s
-    total = case.warmup + case.steps
-    for completed in range(case.warmup):
+    deadline = time.monotonic() + time_limit_s
+    total = warmup + steps
+    for completed in range(warmup):
         if completed and time.monotonic() > deadline:
             break
         run()
         on_progress(completed + 1, total)
     samples: dict[str, list[float]] = {}
-    for completed in range(case.steps):
+    for completed in range(steps):
         for name, seconds in run().items():
             samples.setdefault(name, []).append(seconds)
-        on_progress(case.warmup + completed + 1, total)
+        on_progress(warmup + completed + 1, total)
         if time.monotonic() > deadline:
             break
     return samples

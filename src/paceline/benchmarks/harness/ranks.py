@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.benchmarks.config import RankSweep
 from paceline.benchmarks.harness.records import resolve_device
+from paceline.benchmarks.options import RankSweep
 from paceline.core.errors import PacelineError, UsageError
 from paceline.parallel import RankPool, distributed_session
 from paceline.parallel.ranks.hardware import describe_hardware
@@ -17,6 +17,9 @@ from paceline.records import CaseValue, Record
 from paceline.records.environment import threads_per_rank
 
 Result = TypeVar("Result")
+
+BUILDING_S = 600.0
+"""Seconds allowed for building the models and the first steps, compilation included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,7 @@ def measuring_ranks(
             )
 
 
-def sweep_ranks(sweep: RankSweep, *, grace_s: float) -> Iterator[MeasuringRanks]:
+def sweep_ranks(sweep: RankSweep, *, grace_s: float = BUILDING_S) -> Iterator[MeasuringRanks]:
     """Yields the single group of ranks of a sweep; by default two ranks."""
     return measuring_ranks(
         world_sizes=() if sweep.world_size is None else (sweep.world_size,),

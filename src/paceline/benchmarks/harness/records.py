@@ -1,7 +1,4 @@
-"""Creates records of measurements and predictions on this machine.
-
-Devices, communication backends and links of this machine, as reported by torch.
-"""
+"""Creates records of measurements and predictions, and describes this machine for them."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ Parses counts and times from the command line: 4M tokens, 1e24 FLOPs, 30d.
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from paceline.benchmarks.config import listed
+from paceline.benchmarks.options import listed
 from paceline.core.errors import UsageError
 from paceline.core.hardware import Device, find_device, known_devices
 from paceline.core.specs import DType, Experts, ModelShape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.config import ModelName, listed
+from paceline.benchmarks.options import ModelName, listed
 from paceline.cli.output import (
     Flat,
     OutputOptions,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.config import ModelName, StrategyChoice
+from paceline.benchmarks.options import ModelName, StrategyChoice
 from paceline.cli.output import (
     Flat,
     OutputOptions,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from paceline.benchmarks.config import ModelName, ShapeOverrides, StrategyChoice, listed
+from paceline.benchmarks.options import ModelName, ShapeOverrides, StrategyChoice, listed
 from paceline.cli.output import Flat, OutputOptions, print_json, require_figure
 from paceline.cli.plan.goodput import GoodputCommand
 from paceline.cli.plan.search import BudgetCommand, SearchCommand

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from paceline.accounting.parameters import count_parameters
-from paceline.benchmarks.config import parse_layout
+from paceline.benchmarks.options import parse_layout
 from paceline.core.plan import ActivationCheckpointing
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape, precision_preset

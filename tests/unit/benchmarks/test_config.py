@@ -4,8 +4,7 @@ from paceline.benchmarks.config import (
     AttentionSweep,
     CollectiveSweep,
     DataParallelSweep,
-    RunLimits,
-    ShapeOverrides,
+    LayoutSweep,
     StepSweep,
 )
 from paceline.core import UsageError
@@ -31,13 +30,7 @@ def test_the_handouts_attention_sweep_is_the_default() -> None:
     assert {case.head_dim for case in cases} == {16, 32, 64, 128}
     assert {case.batch.context_length for case in cases} == {256, 1024, 4096, 8192, 16384}
     assert {case.batch.num_sequences for case in cases} == {8}
-    assert {case.steps for case in cases} == {100}
-
-
-def test_overrides_make_a_shape_without_a_name() -> None:
-    name, shape = ShapeOverrides(num_layers=2, d_ff=100).apply("small")
-    assert (name, shape.num_layers, shape.d_ff, shape.d_model) == ("custom", 2, 100, 768)
-    assert ShapeOverrides().apply("small")[0] == "small"
+    assert {case.sweep.steps for case in cases} == {100}
 
 
 @pytest.mark.parametrize(
@@ -46,10 +39,7 @@ def test_overrides_make_a_shape_without_a_name() -> None:
         (lambda: StepSweep(steps=0), "--steps"),
         (lambda: StepSweep(warmup=(-1,)), "--warmup"),
         (lambda: StepSweep(compile=True, compile_blocks=True), "--compile-blocks"),
-        (lambda: RunLimits(memory_limit_gib=0), "--memory-limit-gib"),
-        (lambda: RunLimits(time_limit_s=0), "--time-limit-s"),
         (lambda: AttentionSweep(head_dim=(0,)), "--head-dim"),
-        (lambda: RunLimits(memory_limit_gib=float("inf")), "--memory-limit-gib"),
         (lambda: list(StepSweep(model=("tiny",)).cases()), "unknown model 'tiny'"),
         (lambda: list(StepSweep(model=("xxl",)).cases()), "cannot build feed_forward='linear'"),
         (lambda: CollectiveSweep(world_sizes=(1,)), "--world-sizes"),
@@ -92,3 +82,24 @@ def test_bucket_sizes_apply_to_the_strategies_that_have_buckets() -> None:
 def test_a_comparison_that_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DataParallelSweep(**arguments)
+
+
+def test_layouts_of_one_sweep_have_as_many_ranks() -> None:
+    with pytest.raises(UsageError, match=r"pipeline=4,micro=1 has 4"):
+        LayoutSweep(layouts=("pipeline=2", "pipeline=4"))
+    with pytest.raises(UsageError, match="--world-size is 4"):
+        LayoutSweep(layouts=("pipeline=2",), world_size=4)
+
+
+def test_what_cannot_run_is_refused_before_ranks_start() -> None:
+    sweep = LayoutSweep(layouts=("pipeline=2,micro=8",), batch_size=8)
+    with pytest.raises(UsageError, match="pipeline=2,micro=8: pipeline 2 needs at least as many"):
+        list(sweep.cases())
+    sweep = LayoutSweep(layouts=("replicate=2,micro=3",), batch_size=8)
+    with pytest.raises(UsageError, match="--batch-size 8 is not divisible by the 6 sequences"):
+        list(sweep.cases())
+
+
+def test_a_case_has_all_layouts_and_cuts_the_same_batch() -> None:
+    (case,) = LayoutSweep(layouts=("replicate=2,micro=2", "pipeline=2,micro=1")).cases()
+    assert [spec.num_micro_batches(8) for spec in case.sweep.specs] == [2, 8]

@@ -207,16 +207,16 @@ def test_do_bench_is_asked_for_each_pass_within_the_time_limit(
         return [2.0, 4.0]
 
     monkeypatch.setattr(testing, "do_bench", do_bench)
-    sweep = make_case(64, implementation="sdpa", compile=compiled, steps=10**9)
-    run = AttentionRun(sweep, CPU)
-    samples = do_bench_samples(run, sweep, ignore_progress)
+    case = make_case(64, implementation="sdpa", compile=compiled, steps=10**9)
+    run = AttentionRun(case, CPU)
+    samples = do_bench_samples(run, case, ignore_progress)
     assert samples == {
         name: [0.002, 0.004] for name in ("forward_time_s", "both_time_s", "backward_time_s")
     }
     assert all(options["return_mode"] == "all" for options in asked)
     assert all(options["grad_to_none"] is run.inputs for options in asked)
     total_ms = sum(options["warmup"] + options["rep"] for options in asked)
-    assert total_ms == pytest.approx(1e3 * sweep.time_limit_s)
+    assert total_ms == pytest.approx(1e3 * case.sweep.limits.time_limit_s)
     assert run.peak_bytes() > 0
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from paceline.accounting import count_parameters, flops_per_token, minimum_step_bytes
-from paceline.benchmarks.config import ShapeOverrides, StepCase, StepSweep
+from paceline.benchmarks.config import StepCase, StepSweep
+from paceline.benchmarks.harness.measure import storage_bytes
+from paceline.benchmarks.options import ShapeOverrides
 from paceline.benchmarks.step import TrainingStep, measure_step, step_case_fields
 from paceline.core import precision_preset
 from paceline.core.specs import Phase
@@ -22,7 +24,7 @@ LOCATION = HardwareLocation(device="cpu", hardware="test", threads=1)
 
 
 def case_with(**changes: object) -> StepCase:
-    return dataclasses.replace(next(SWEEP.cases()), **changes)  # type: ignore[arg-type]
+    return next(SWEEP.cases())._replace(**changes)  # type: ignore[arg-type]
 
 
 def no_progress(_completed: int, _total: int) -> None:
@@ -119,9 +121,30 @@ def test_utilization_uses_the_peak_of_the_format(monkeypatch: pytest.MonkeyPatch
 
 def test_utilization_is_recorded_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.benchmarks.step.peak_flops", lambda _place, _precision: 1e12)
-    case = case_with(activation_checkpointing="full")
+    (case,) = dataclasses.replace(SWEEP, activation_checkpointing="full").cases()
     metrics = measure_step(case, no_progress)
     full = metrics["model_flops_utilization"].value
     assert full == pytest.approx(metrics["model_flops_per_s"].value / 1e12)
     assert metrics["model_flops_utilization_causal"].value < full
     assert metrics["hardware_flops_utilization"].value > full
+
+
+@pytest.mark.parametrize(
+    ("phase", "copies"), [("forward", 1), ("forward-backward", 2), ("train", 4)]
+)
+def test_a_later_step_shows_all_states(phase: str, copies: int) -> None:
+    sweep = StepSweep(
+        phase=(phase,),  # type: ignore[arg-type]
+        context=(8,),
+        batch=1,
+        shape=ShapeOverrides(num_layers=2, d_model=256, d_ff=1024, num_heads=4, vocab_size=100),
+    )
+    step = TrainingStep(next(sweep.cases()), torch.device("cpu"))
+    parameters = storage_bytes(step.model.parameters())
+    step.run()
+    memory = step.memory()
+    # Weights, gradients and both moments coexist; activations of 8 tokens are small.
+    assert copies * parameters < memory["peak_before_optimizer_bytes"] < (copies + 0.6) * parameters
+    if phase == "train":
+        peak = memory["peak_after_optimizer_bytes"]
+        assert 4 * parameters < peak < 5.5 * parameters

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.benchmarks.config import LayoutSweep, parse_layout
+from paceline.benchmarks.options import RunLimits, ShapeOverrides, parse_layout
 from paceline.core import UsageError
 
 
@@ -38,22 +38,20 @@ def test_a_mistake_in_a_layout_is_named(text: str, message: str) -> None:
         parse_layout(text)
 
 
-def test_layouts_of_one_sweep_have_as_many_ranks() -> None:
-    with pytest.raises(UsageError, match=r"pipeline=4,micro=1 has 4"):
-        LayoutSweep(layouts=("pipeline=2", "pipeline=4"))
-    with pytest.raises(UsageError, match="--world-size is 4"):
-        LayoutSweep(layouts=("pipeline=2",), world_size=4)
+def test_overrides_make_a_shape_without_a_name() -> None:
+    name, shape = ShapeOverrides(num_layers=2, d_ff=100).apply("small")
+    assert (name, shape.num_layers, shape.d_ff, shape.d_model) == ("custom", 2, 100, 768)
+    assert ShapeOverrides().apply("small")[0] == "small"
 
 
-def test_what_cannot_run_is_refused_before_ranks_start() -> None:
-    sweep = LayoutSweep(layouts=("pipeline=2,micro=8",), batch_size=8)
-    with pytest.raises(UsageError, match="pipeline=2,micro=8: pipeline 2 needs at least as many"):
-        list(sweep.cases())
-    sweep = LayoutSweep(layouts=("replicate=2,micro=3",), batch_size=8)
-    with pytest.raises(UsageError, match="--batch-size 8 is not divisible by the 6 sequences"):
-        list(sweep.cases())
-
-
-def test_a_case_has_all_layouts_and_cuts_the_same_batch() -> None:
-    (case,) = LayoutSweep(layouts=("replicate=2,micro=2", "pipeline=2,micro=1")).cases()
-    assert [case.num_micro_batches(written) for written in case.layouts] == [2, 8]
+@pytest.mark.parametrize(
+    ("limits", "flag"),
+    [
+        ({"memory_limit_gib": 0}, "--memory-limit-gib"),
+        ({"memory_limit_gib": float("inf")}, "--memory-limit-gib"),
+        ({"time_limit_s": 0}, "--time-limit-s"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_names_its_flag(limits: dict, flag: str) -> None:
+    with pytest.raises(UsageError, match=flag):
+        RunLimits(**limits)

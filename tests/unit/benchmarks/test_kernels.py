@@ -11,7 +11,7 @@ from paceline.records import Record, RecordStore, find_kind
 
 pytest.importorskip("triton")
 
-ROOT = pathlib.Path(__file__).parents[4]
+ROOT = pathlib.Path(__file__).parents[3]
 
 # One configuration per compiler, with the widest head that must not spill. The slow test compiles
 # these; `paceline bench kernels` compiles all configurations into results/kernels.jsonl.
