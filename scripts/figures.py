@@ -31,7 +31,6 @@ from paceline.planner.goodput.scenario import best_interval_s, goodput, interrup
 from paceline.planner.goodput.simulate import GOODPUT, REPLAY
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
-from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.attention import plot_tiles
 from paceline.reports.plots.dataset import plot_document_lengths
 from paceline.reports.plots.registry import draw
@@ -55,6 +54,7 @@ from paceline.reports.tables.reliability import (
     replay_table,
 )
 from paceline.reports.tables.table import Table, View, records_table, render_markdown
+from paceline.reports.training_run import read_run
 from paceline.training.panel import Progress, RunPanel
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from paceline.records import Environment, Metric, Record, capture_environment, find_kind
-from paceline.reports.evidence.groups import subject_of
+from paceline.reports.record_sets import subject_of
 
 ENVIRONMENT = capture_environment()
 Numbers = Mapping[str, float | Sequence[float]]

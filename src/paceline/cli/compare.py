@@ -33,7 +33,7 @@ class CompareCommand:
     def run(self) -> int:
         """Prints all changes, the worst first; returns 1 if anything got worse."""
         from paceline.records import RecordStore
-        from paceline.reports.evidence.comparison import compare_stores
+        from paceline.reports.comparison import compare_stores
 
         before, after = (list(RecordStore(path).read()) for path in (self.before, self.after))
         found = compare_stores(before, after, self.tolerance)

@@ -54,7 +54,7 @@ class TableCommand:
     def run(self) -> int:
         """Prints the table."""
         from paceline.records import RecordStore, latest_per_case
-        from paceline.reports.evidence.fields import single_kind
+        from paceline.reports.fields import single_kind
         from paceline.reports.tables.predictions import with_predictions
         from paceline.reports.tables.table import records_table, render_csv, render_markdown
 

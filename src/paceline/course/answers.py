@@ -15,11 +15,11 @@ from paceline.core.hardware import Device, find_device
 from paceline.core.specs import DType
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.records import CaseValue, Metric, Record
+from paceline.reports.comparison import Ratio, compare
 from paceline.reports.document.model import Block
 from paceline.reports.document.render import draw_picture
-from paceline.reports.evidence.comparison import Ratio, compare
-from paceline.reports.evidence.fields import model_name, strategy_text
-from paceline.reports.evidence.groups import Evidence, describe_environments, describe_topology
+from paceline.reports.fields import model_name, strategy_text
+from paceline.reports.record_sets import RecordSet, describe_environments, describe_topology
 from paceline.reports.tables.table import Table, records_table
 
 Numbers: TypeAlias = Mapping[str, CaseValue | Ratio]
@@ -49,7 +49,7 @@ class Question:
     deliverable: str
     title: str
     asks: str
-    finds: Callable[[Evidence], Iterable[Answer]]
+    finds: Callable[[RecordSet], Iterable[Answer]]
     """Finds the records and numbers of the answers, one per machine that has records."""
     says: str
     """The sentence that answers it: a template, named like the function that finds its numbers."""
@@ -58,10 +58,10 @@ class Question:
     kind: str | None = None
     """The kind of record that the answer needs; None if it is calculated."""
 
-    def answer(self, evidence: Evidence) -> tuple[Block, ...]:
+    def answer(self, record_set: RecordSet) -> tuple[Block, ...]:
         """Returns the blocks of the answer; none without records."""
         blocks = []
-        for number, (block, rows, drawn) in enumerate(self.finds(evidence)):
+        for number, (block, rows, drawn) in enumerate(self.finds(record_set)):
             if not rows:
                 continue
             pictures = tuple(

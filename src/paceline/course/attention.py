@@ -20,21 +20,16 @@ from paceline.course.answers import (
 )
 from paceline.records import Record
 from paceline.reports.document.model import Block
-from paceline.reports.evidence.fields import case_number, describe_fields, split_fields
-from paceline.reports.evidence.groups import (
-    Evidence,
-    comparable_groups,
-    describe_environments,
-    varies,
-)
+from paceline.reports.fields import case_number, describe_fields, split_fields
+from paceline.reports.record_sets import RecordSet, comparable_groups, describe_environments, varies
 from paceline.reports.tables.measurements import implementations_table, kernels_table
 
 _SIZES = ("head_dim", "context")
 
 
-def attention_growth(evidence: Evidence) -> Iterator[Answer]:
+def attention_growth(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the growth in time and memory of attention that stores its scores."""
-    found = evidence.find("attention", implementation="naive", compile="none", causal=False)
+    found = record_set.find("attention", implementation="naive", compile="none", causal=False)
     found = sorted(found, key=lambda each: [case_number(each, name) for name in _SIZES])
     for group in comparable_groups(found, _SIZES, holds=varies("context")):
         yield measured_answer(group, [_growth(group)], ["attention-time", "attention-memory"])
@@ -80,9 +75,9 @@ def _missing(records: Sequence[Record]) -> Numbers:
     return {**numbers_of(shortest, "missing_"), **counts, "missing_reason": reason}
 
 
-def compiled_attention(evidence: Evidence) -> Iterator[Answer]:
+def compiled_attention(record_set: RecordSet) -> Iterator[Answer]:
     """Yields compiled attention beside plain attention, at the longest length and over all."""
-    found = evidence.find("attention", implementation="naive")
+    found = record_set.find("attention", implementation="naive")
     for group in comparable_groups(found, ("compile", *_SIZES), holds=varies("compile")):
         pairs = pairs_with_base(sorted(group, key=_size), "compile", "none", _size)
         ratios = [ratio.value for pair in pairs if (ratio := compare_passes(*pair))]
@@ -101,9 +96,9 @@ def compiled_attention(evidence: Evidence) -> Iterator[Answer]:
         yield measured_answer(group, rows, ["attention-time"])
 
 
-def fastest_attention(evidence: Evidence) -> Iterator[Answer]:
+def fastest_attention(record_set: RecordSet) -> Iterator[Answer]:
     """Yields a comparison of attention implementations by length, head dim and dtype."""
-    found = evidence.find("attention", compile="none", causal=True)
+    found = record_set.find("attention", compile="none", causal=True)
     over = ("implementation", "dtype", *_SIZES)
     for group in comparable_groups(found, over, holds=varies("implementation")):
         plots = ["attention-time", "attention-memory"]
@@ -147,9 +142,9 @@ def _size(record: Record) -> tuple[float, float]:
     return case_number(record, "context"), case_number(record, "head_dim")
 
 
-def kernel_resources(evidence: Evidence) -> Iterator[Answer]:
+def kernel_resources(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the GPU resources that the Triton kernels use, compiled ahead of time."""
-    found = evidence.find("kernel")
+    found = record_set.find("kernel")
     measured = [record for record in found if record.metrics]
     if not measured:
         return

@@ -25,10 +25,10 @@ from paceline.course.parallel import BASELINE, SHARDED
 from paceline.records import Record, join_key
 from paceline.reports.document.model import Block
 from paceline.reports.document.render import picture_of
-from paceline.reports.evidence.groups import OVER, Evidence, describe_topology, has_peers
 from paceline.reports.plots.attention import plot_tiles
 from paceline.reports.plots.scaling_laws import SCALING_PLOTS
 from paceline.reports.plots.strategies import plot_designs
+from paceline.reports.record_sets import OVER, RecordSet, describe_topology, has_peers
 from paceline.reports.tables.scaling import methods_table, waste_table
 from paceline.reports.tables.table import Table
 from paceline.scaling import decide, diagnose, fit, read_sweep, synthetic_sweep
@@ -58,7 +58,7 @@ _NOISE = 0.003
 """Noise of the synthetic runs: the spread of repeated runs."""
 
 
-def sums(_evidence: Evidence) -> Iterator[Answer]:
+def sums(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the results of adding 0.01 a thousand times with four pairs of dtypes."""
     full, half, mixed = (
         _repeated_sum(*dtypes)
@@ -89,7 +89,7 @@ def _repeated_sum(sum_dtype: str, term_dtype: str) -> float:
     return float(total)
 
 
-def autocast_dtypes(_evidence: Evidence) -> Iterator[Answer]:
+def autocast_dtypes(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the dtype of each tensor of a linear, layer norm, linear stack under autocast."""
     table = Table(
         headers=("tensor", "on CUDA", "on a CPU"),
@@ -107,7 +107,7 @@ def autocast_dtypes(_evidence: Evidence) -> Iterator[Answer]:
     yield Answer(Block(heading=heading, tables=(table,)), [row("autocast_dtypes")])
 
 
-def course_model_memory(_evidence: Evidence) -> Iterator[Answer]:
+def course_model_memory(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the memory of the 2.7B model, which is too large for most machines."""
     shape, precision, num_sequences = model_preset("2.7B"), precision_preset("float32"), 4
     sizes = []
@@ -146,7 +146,7 @@ def course_model_memory(_evidence: Evidence) -> Iterator[Answer]:
     yield Answer(Block(heading="2.7B, batch 4, float32, calculated", tables=(table,)), [numbers])
 
 
-def score_memory(_evidence: Evidence) -> Iterator[Answer]:
+def score_memory(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the memory of attention in a configuration that runs out of memory."""
     batch = BatchShape(num_sequences=8, context_length=16384)
     scores = 4 * batch.num_sequences * batch.context_length**2
@@ -175,7 +175,7 @@ def score_memory(_evidence: Evidence) -> Iterator[Answer]:
     yield Answer(Block(heading=heading, tables=(table,)), [numbers])
 
 
-def tiles(_evidence: Evidence) -> Iterator[Answer]:
+def tiles(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields a diagram of the tiles that FlashAttention-2 computes, and the memory it saves."""
     batch = BatchShape(num_sequences=1, context_length=16384)
     naive, tiled = (
@@ -187,16 +187,16 @@ def tiles(_evidence: Evidence) -> Iterator[Answer]:
     yield Answer(Block(heading=heading, pictures=(picture,)), [numbers])
 
 
-def equality(_evidence: Evidence) -> Iterator[Answer]:
+def equality(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the command and the test that show equality with training in one process."""
     yield Answer(Block(heading="Equality with one process"), [row("equality")])
 
 
-def overhead(evidence: Evidence) -> Iterator[Answer]:
+def overhead(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the overhead and best bucket size, from measurements if available."""
     source = "values of an example: 2e9 parameters in float32, 100 GB/s, 20 µs per call"
     inputs, without = _EXAMPLE, None
-    for record in evidence.predictions("ddp"):
+    for record in record_set.predictions("ddp"):
         # A fit with zero slope gives no bandwidth; a fit through the origin gives no latency.
         found = {
             name: metric.value
@@ -205,7 +205,7 @@ def overhead(evidence: Evidence) -> Iterator[Answer]:
         }
         if len(found) == len(_OVERHEAD_INPUTS) and has_peers(record):
             source = f"measured values: {record.case['model']} on {describe_topology(record)}"
-            inputs, without = found, _without_communication(evidence, record)
+            inputs, without = found, _without_communication(record_set, record)
             break
     working = [explain_overhead(**inputs)]
     rows = [row("overhead", working[0].values)]
@@ -221,12 +221,12 @@ def overhead(evidence: Evidence) -> Iterator[Answer]:
     yield Answer(block, rows)
 
 
-def _without_communication(evidence: Evidence, predicted: Record) -> Record | None:
+def _without_communication(record_set: RecordSet, predicted: Record) -> Record | None:
     """Returns the newest same step without communication, which gives the time of backward."""
     strategy = {field: predicted.case[field] for field in OVER}
     same = [
         record
-        for record in evidence.find("ddp", strategy="none")
+        for record in record_set.find("ddp", strategy="none")
         if record.metrics
         and record.metrics["backward_time_s"].value > 0
         and join_key(msgspec.structs.replace(record, case={**record.case, **strategy}))
@@ -235,7 +235,7 @@ def _without_communication(evidence: Evidence, predicted: Record) -> Record | No
     return same[-1] if same else None
 
 
-def large_model_accounting(_evidence: Evidence) -> Iterator[Answer]:
+def large_model_accounting(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the answers to the four accounting questions for xxl."""
     working = account(model_preset("xxl"))
     states, sharded, fixed, free = (each.values for each in working)
@@ -246,7 +246,7 @@ def large_model_accounting(_evidence: Evidence) -> Iterator[Answer]:
     yield Answer(Block(heading="xxl, calculated", working=working), [numbers])
 
 
-def zero_stages(_evidence: Evidence) -> Iterator[Answer]:
+def zero_stages(_evidence: RecordSet) -> Iterator[Answer]:
     """Yields the model states and communication volume of each ZeRO stage."""
     shape, num_ranks = model_preset("xl"), 2
     rows, totals = [], {}
@@ -270,9 +270,9 @@ def zero_stages(_evidence: Evidence) -> Iterator[Answer]:
     yield Answer(Block(heading=heading, tables=(table,)), [row("zero_stages", sizes)])
 
 
-def best_allocation(evidence: Evidence) -> Iterator[Answer]:
+def best_allocation(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the compute-optimal model size and number of tokens at 1e23 and 1e24 FLOPs."""
-    yield _best_allocation(evidence.runs)
+    yield _best_allocation(record_set.runs)
 
 
 @functools.cache

@@ -9,13 +9,13 @@ from paceline.course.answers import Answer, Numbers, Row, measured_answer, numbe
 from paceline.records import Record, join_key
 from paceline.records.kinds import LINK_SHAPE, MEASURED_LINK_RATE, PREDICTS
 from paceline.records.links import describe_link, find_link
-from paceline.reports.evidence.comparison import compare
-from paceline.reports.evidence.fields import case_number, strategy_text
-from paceline.reports.evidence.groups import (
+from paceline.reports.comparison import compare
+from paceline.reports.fields import case_number, strategy_text
+from paceline.reports.record_sets import (
     EXPOSED,
     OVER,
     STRATEGIES,
-    Evidence,
+    RecordSet,
     comparable_groups,
     exposed_seconds,
     has_peers,
@@ -40,9 +40,9 @@ _CLOSE = 0.1
 _PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
 
-def all_reduce(evidence: Evidence) -> Iterator[Answer]:
+def all_reduce(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the throughput of all-reduce by message size and number of ranks."""
-    found = [each for each in evidence.find("comm", operation="all_reduce") if has_peers(each)]
+    found = [each for each in record_set.find("comm", operation="all_reduce") if has_peers(each)]
     over = ("size_bytes", "world_size", "threads")
     for group in comparable_groups(found, over, holds=varies("size_bytes")):
         ordered = sorted(group, key=lambda each: (*_ranks_and_threads(each), _size(each)))
@@ -50,7 +50,7 @@ def all_reduce(evidence: Evidence) -> Iterator[Answer]:
         fields = {field: group[0].case.get(field) for field in _FITTED}
         fits = [
             record
-            for record in evidence.find("collective_fit", operation="all_reduce", **fields)
+            for record in record_set.find("collective_fit", operation="all_reduce", **fields)
             if record.metrics and _ranks_and_threads(record) in ranks
         ]
         tables = [records_table(each) for each in (ordered, fits) if each]
@@ -119,9 +119,9 @@ def _link_numbers(record: Record, num_bytes: float, seconds: float) -> Numbers:
     }
 
 
-def exposed_communication(evidence: Evidence) -> Iterator[Answer]:
+def exposed_communication(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the cost of one all-reduce per parameter."""
-    for group in strategy_groups(evidence, "naive"):
+    for group in strategy_groups(record_set, "naive"):
         shown = of_strategies(group, "none", "naive")
         (record,) = of_strategies(group, "naive")
         exposed_s, gradient_bytes = exposed_seconds(record), record.metrics["gradient_bytes"].value
@@ -149,9 +149,9 @@ def _against(record: Record, rival: Record) -> Row:
     )
 
 
-def flat_step(evidence: Evidence) -> Iterator[Answer]:
+def flat_step(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the gain of one all-reduce for all gradients over one per parameter."""
-    for group in strategy_groups(evidence, "naive", "flat"):
+    for group in strategy_groups(record_set, "naive", "flat"):
         shown = several, one = of_strategies(group, "naive", "flat")
         numbers = row(
             "flat_step",
@@ -163,11 +163,11 @@ def flat_step(evidence: Evidence) -> Iterator[Answer]:
         yield measured_answer(shown, [numbers], ["strategies"])
 
 
-def best_bucket(evidence: Evidence) -> Iterator[Answer]:
+def best_bucket(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the gain of overlapping communication with backward, per parameter and per bucket."""
-    for group in strategy_groups(evidence, "bucketed"):
+    for group in strategy_groups(record_set, "bucketed"):
         shown = of_strategies(group, *STRATEGIES)
-        predictions = _predictions(evidence, group[0])
+        predictions = _predictions(record_set, group[0])
         sizes = {record.case["bucket_size_mb"] for record in shown} - {None, "auto"}
         plots = {"strategies": shown}
         if len(sizes) > 1:
@@ -175,11 +175,11 @@ def best_bucket(evidence: Evidence) -> Iterator[Answer]:
         yield measured_answer(shown, _overlap_rows(shown, predictions), plots)
 
 
-def _predictions(evidence: Evidence, step: Record) -> list[Record]:
+def _predictions(record_set: RecordSet, step: Record) -> list[Record]:
     """Returns predictions for the same step with any strategy and bucket size."""
     return [
         record
-        for record in evidence.predictions("ddp")
+        for record in record_set.predictions("ddp")
         if EXPOSED in record.metrics
         and all(
             value == step.case.get(field)
@@ -213,15 +213,15 @@ def _overlap_rows(records: Sequence[Record], predictions: Sequence[Record]) -> I
         )
 
 
-def overlap_in_trace(evidence: Evidence) -> Iterator[Answer]:
+def overlap_in_trace(record_set: RecordSet) -> Iterator[Answer]:
     """Yields timelines of one step of each strategy on a common time axis."""
-    found = [record for record in evidence.find("timeline") if has_peers(record)]
+    found = [record for record in record_set.find("timeline") if has_peers(record)]
     for group in comparable_groups(found, (*OVER, "rank")):
         measured = [record for record in group if record.metrics]
         # On other ranks, messages appear longer: they include the wait for the slowest rank.
         by_wait = sorted(measured, key=exposed_seconds, reverse=True)
         waits_least = {strategy_text(record): record for record in by_wait}.values()
-        drawn = [*measured, *evidence.predictions_for("timeline", measured)]
+        drawn = [*measured, *record_set.predictions_for("timeline", measured)]
         known = [each for each in waits_least if "overlapped_communication_s" in each.metrics]
         rows = [_trace_row(record) for record in known]
         yield measured_answer(measured, rows, {"timelines": drawn})
@@ -234,11 +234,11 @@ def _trace_row(record: Record) -> Row:
     return row("overlap_in_trace", numbers_of(record), total_s=total_s, overlapped_share=share)
 
 
-def sharded_memory(evidence: Evidence) -> Iterator[Answer]:
+def sharded_memory(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the memory of each way to shard at each instant, and the largest part of it."""
-    found = evidence.find("optimizer")
+    found = record_set.find("optimizer")
     for group in comparable_groups(found, OVER, holds=includes("strategy", BASELINE)):
-        predictions = evidence.predictions_for("optimizer", group)
+        predictions = record_set.predictions_for("optimizer", group)
         joined = with_predictions(group, predictions)
         measured = [record for record in joined if record.metrics]
         baseline = _find_baseline(measured)
@@ -267,9 +267,9 @@ def _find_baseline(records: Sequence[Record]) -> Record:
     return next(record for record in records if record.case["strategy"] == BASELINE)
 
 
-def step_against_unsharded(evidence: Evidence) -> Iterator[Answer]:
+def step_against_unsharded(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the effect of sharding on step time."""
-    found = [each for each in evidence.find("optimizer") if each.metrics and has_peers(each)]
+    found = [each for each in record_set.find("optimizer") if each.metrics and has_peers(each)]
     for group in comparable_groups(found, OVER, holds=includes("strategy", BASELINE, SHARDED)):
         baseline = _find_baseline(group)
         rows = [_time_row(record, baseline) for record in group if record is not baseline]

@@ -12,7 +12,7 @@ from paceline.records import Record
 from paceline.records.kinds import ATTEMPT, PREDICTION
 from paceline.reports.document.model import AnsweredPart, Report, Section
 from paceline.reports.document.render import render_html, write_markdown
-from paceline.reports.evidence.groups import Evidence, describe_machines
+from paceline.reports.record_sets import RecordSet, describe_machines
 
 _logger = logging.getLogger(__name__)
 _KEY_FINDINGS = (
@@ -39,11 +39,11 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
 
     Without `runs`, the scaling-law question is answered for synthetic runs.
     """
-    evidence = Evidence.of(records, runs)
-    sections = tuple(_section(name, evidence) for name in DELIVERABLES)
+    record_set = RecordSet.of(records, runs)
+    sections = tuple(_section(name, record_set) for name in DELIVERABLES)
     parts = [part for section in sections for part in section.parts]
     answered = sum(bool(part.blocks) for part in parts)
-    measured = [each for each in evidence.records if each.kind not in (ATTEMPT, PREDICTION)]
+    measured = [each for each in record_set.records if each.kind not in (ATTEMPT, PREDICTION)]
     by_name = {
         finding.name: (section, finding)
         for section in reversed(sections)
@@ -69,12 +69,12 @@ def build_report(records: Sequence[Record], runs: pathlib.Path | None = None) ->
     )
 
 
-def _section(deliverable: str, evidence: Evidence) -> Section:
+def _section(deliverable: str, record_set: RecordSet) -> Section:
     # The latest attempts that failed, and those that measured only a part.
     failures: list[str] = []
     incomplete: list[str] = []
     parts = []
-    for attempt in evidence.find(ATTEMPT):
+    for attempt in record_set.find(ATTEMPT):
         names = str(attempt.case["deliverables"]).split(SEPARATOR)
         if attempt.outcome != "ok" and deliverable in names:
             told = incomplete if is_partial(attempt) else failures
@@ -83,7 +83,7 @@ def _section(deliverable: str, evidence: Evidence) -> Section:
         if question.deliverable != deliverable:
             continue
         try:
-            blocks = question.answer(evidence)
+            blocks = question.answer(record_set)
         except Exception as error:
             # One malformed record must not cost the user a report on hours of measurements.
             _logger.exception("%s, %s: no answer could be made", deliverable, question.title)

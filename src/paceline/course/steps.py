@@ -17,19 +17,14 @@ from paceline.course.answers import (
 )
 from paceline.records import CaseValue, Record, find_kind, join_key
 from paceline.records.kinds import MODEL_FIELDS
+from paceline.reports.comparison import compare
 from paceline.reports.document.model import Block
 from paceline.reports.document.render import picture_of
-from paceline.reports.evidence.comparison import compare
-from paceline.reports.evidence.fields import (
-    case_number,
-    model_key,
-    model_name,
-    num_parameters,
-    shape_of,
-)
-from paceline.reports.evidence.groups import (
-    Evidence,
+from paceline.reports.fields import case_number, model_key, model_name, num_parameters, shape_of
+from paceline.reports.plots.step import plot_work
+from paceline.reports.record_sets import (
     ProfileRun,
+    RecordSet,
     comparable_groups,
     describe_environments,
     describe_topology,
@@ -41,7 +36,6 @@ from paceline.reports.evidence.groups import (
     subject_of,
     varies,
 )
-from paceline.reports.plots.step import plot_work
 from paceline.reports.tables.profile import (
     attention_table,
     flops_table,
@@ -66,9 +60,9 @@ _MEMORY_PARTS = ("parameters", "optimizer_state", "gradients", "activations", "t
 _LARGEST_SHOWN = 6
 
 
-def step_time(evidence: Evidence) -> Iterator[Answer]:
+def step_time(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the time of each phase by model."""
-    found = _steps(evidence, precision="float32", compile="none")
+    found = _steps(record_set, precision="float32", compile="none")
     for group in comparable_groups(found, MODEL_FIELDS):
         ordered = sorted(group, key=num_parameters)
         measured = [record for record in ordered if record.metrics]
@@ -115,9 +109,9 @@ def _flops_ratio(record: Record) -> float | None:
     return (flops.backward + flops.recomputation) / flops.forward
 
 
-def warmup(evidence: Evidence) -> Iterator[Answer]:
+def warmup(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the step times after each number of warm-up steps."""
-    found = _steps(evidence, compile="none")
+    found = _steps(record_set, compile="none")
     found = [record for record in found if isinstance(record.case.get("warmup"), int)]
     for group in comparable_groups(found, ("warmup",), holds=varies("warmup")):
         ordered = sorted(group, key=lambda record: case_number(record, "warmup"))
@@ -140,9 +134,9 @@ def _warmup_row(record: Record) -> Row:
     )
 
 
-def low_precision(evidence: Evidence) -> Iterator[Answer]:
+def low_precision(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the time in bf16 and fp16 beside that in float32, by model."""
-    for group in _groups_over("precision", _steps(evidence, compile="none")):
+    for group in _groups_over("precision", _steps(record_set, compile="none")):
         pairs = pairs_with_base(group, "precision", "float32", model_key)
         yield measured_answer(group, [_precision_row(*pair) for pair in pairs], ["precision"])
 
@@ -160,9 +154,9 @@ def _precision_row(record: Record, base: Record) -> Row:
     )
 
 
-def compiled_step(evidence: Evidence) -> Iterator[Answer]:
+def compiled_step(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the time of each compiled model beside that of the same model in eager mode."""
-    for group in _groups_over("compile", _steps(evidence)):
+    for group in _groups_over("compile", _steps(record_set)):
         pairs = pairs_with_base(group, "compile", "none", model_key)
         yield measured_answer(group, [_compiled_row(*pair) for pair in pairs], ["step-time"])
 
@@ -186,11 +180,11 @@ def _groups_over(field: str, records: Sequence[Record]) -> list[list[Record]]:
     ]
 
 
-def _steps(evidence: Evidence, **fields: CaseValue) -> list[Record]:
+def _steps(record_set: RecordSet, **fields: CaseValue) -> list[Record]:
     """Returns training steps of models with known dimensions: fully timed ones and failures."""
     return [
         record
-        for record in evidence.find("step", phase="train", **fields)
+        for record in record_set.find("step", phase="train", **fields)
         if num_parameters(record) and (_is_timed(record) or not record.metrics)
     ]
 
@@ -204,9 +198,9 @@ def _seconds(record: Record, phase: str) -> float:
     return record.metrics[f"{phase}_time_s"].value
 
 
-def longest_operator(evidence: Evidence) -> Iterator[Answer]:
+def longest_operator(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the time of a traced forward pass or training step by kind of work."""
-    runs = [run for run in find_profile_runs(evidence) if run.in_range("forward", of_kinds=False)]
+    runs = [run for run in find_profile_runs(record_set) if run.in_range("forward", of_kinds=False)]
     for number, run in enumerate(runs):
         kinds = [each for each in run.operators if each.case["operator"] == ALL_OPERATORS]
         hardware = "" if run.memory is None else f"; {describe_topology(run.memory)}"
@@ -217,7 +211,7 @@ def longest_operator(evidence: Evidence) -> Iterator[Answer]:
             pictures=(picture_of(plot_work(kinds, run.subject), f"work-{number}", description),),
             environments=describe_environments(run.operators),
         )
-        yield Answer(block, [*_operator_rows(run), *_trace_rows(run, evidence.find("step"))])
+        yield Answer(block, [*_operator_rows(run), *_trace_rows(run, record_set.find("step"))])
 
 
 def _profile_tables(run: ProfileRun) -> tuple[Table, ...]:
@@ -316,19 +310,19 @@ def _traced_s(run: ProfileRun, name: str, work: OpClass | None = None) -> float:
     )
 
 
-def peak_memory(evidence: Evidence) -> Iterator[Answer]:
+def peak_memory(record_set: RecordSet) -> Iterator[Answer]:
     """Yields memory over a step by category, for each context, phase and precision."""
-    predictions = [each for each in evidence.predictions("memory_timeline") if each.metrics]
+    predictions = [each for each in record_set.predictions("memory_timeline") if each.metrics]
     expected = {join_key(record) for record in predictions}
     found = [
         record
-        for record in evidence.find("memory_timeline")
+        for record in record_set.find("memory_timeline")
         if join_key(record) in expected and record.metrics
     ]
     for group in comparable_groups(found, ("phase", "context", "precision")):
         ordered = sorted(group, key=_memory_order)
         drawn = _drawn(ordered)
-        allocations = _allocations(evidence, [*drawn[::-1], *ordered[::-1]])
+        allocations = _allocations(record_set, [*drawn[::-1], *ordered[::-1]])
         tables = [memory_table([*ordered, *predictions])]
         tables += [records_table(allocations)] if allocations else []
         known = [record for record in ordered if record.metrics["peak_bytes"].value]
@@ -360,12 +354,12 @@ def _drawn(ordered: Sequence[Record]) -> list[Record]:
     return max(by_context.items(), key=lambda item: (len(item[1]), item[0]))[1]
 
 
-def _allocations(evidence: Evidence, records: Sequence[Record]) -> list[Record]:
+def _allocations(record_set: RecordSet, records: Sequence[Record]) -> list[Record]:
     """Returns the largest allocations of the first step that has allocation records."""
     for record in records:
         found = [
             allocation
-            for allocation in evidence.find("allocation", subject=subject_of(record))
+            for allocation in record_set.find("allocation", subject=subject_of(record))
             if same_run(allocation, record) and allocation.metrics
         ]
         if found:

@@ -195,7 +195,7 @@ class Suite:
                 num_failed += has_failed
                 case_s = attempt.metrics["time_s"].value
                 if not has_failed:
-                    # A case that failed or hung is no evidence of the machine's speed.
+                    # A case that failed or hung says nothing about the machine's speed.
                     taken_s += case_s
                     estimated_s += case.seconds
                 say(f"  {_ending(attempt)} ({format_seconds(case_s)})")

@@ -22,9 +22,9 @@ from paceline.core.strategies import StrategyName
 from paceline.lab.network import LabError, hosts
 from paceline.loop.sweep import progress_text
 from paceline.predict.history import HistoryEntry, history_path, read_history
-from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.style import save_as
 from paceline.reports.plots.training_run import plot_story
+from paceline.reports.training_run import read_run
 from paceline.training.forecast import forecast
 from paceline.training.run_directory import predicted_and_measured
 from paceline.training.toml_config import read_config

@@ -14,7 +14,7 @@ from paceline.course.answers import Question
 from paceline.course.questions import QUESTIONS
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
 from paceline.reports.document.model import Block
-from paceline.reports.evidence.groups import Evidence
+from paceline.reports.record_sets import RecordSet
 from tests.unit import record_factory
 
 RESULTS = pathlib.Path(__file__).parents[3] / "results"
@@ -34,8 +34,8 @@ def committed_records() -> tuple[Record, ...]:
         record for path in sorted(RESULTS.glob("*.jsonl")) for record in RecordStore(path).read()
     ]
     naive = {"implementation": "naive", "causal": False}
-    plain = Evidence.of(records).find("step", phase="train")
-    plain += Evidence.of(records).find("attention", **naive)
+    plain = RecordSet.of(records).find("step", phase="train")
+    plain += RecordSet.of(records).find("attention", **naive)
     compiled = [changed(record, 0.8, compile="whole") for record in plain if record.metrics]
     return tuple(latest_per_case([*records, *compiled]))
 
@@ -92,7 +92,7 @@ def check(
     If nothing is expected, the answer must be empty. Returns the blocks of the answer.
     """
     question = question_of(finds)
-    blocks = question.answer(Evidence.of(records))
+    blocks = question.answer(RecordSet.of(records))
     assert expected or not blocks
     found = [finding for block in blocks for finding in block.findings]
     for name, figures in expected.items():

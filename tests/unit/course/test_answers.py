@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.course.answers import fill, numbers_of, row
-from paceline.reports.evidence.comparison import Ratio
+from paceline.reports.comparison import Ratio
 from tests.unit.course.report_cases import make_record
 
 TIMES = Ratio(value=0.7831, low=0.7554, high=0.8207, num_samples=20)

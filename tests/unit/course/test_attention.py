@@ -7,7 +7,7 @@ import pytest
 
 from paceline.course import attention, calculated
 from paceline.records import Record
-from paceline.reports.evidence.groups import Evidence
+from paceline.reports.record_sets import RecordSet
 from tests.unit.course.report_cases import FEW, ONE, STEADY, check, make_record, question_of
 from tests.unit.record_factory import kernel_record
 
@@ -126,12 +126,12 @@ def test_numbers(finds: Any, records: list[Record], name: str, expected: Any) ->
 
 
 def test_low_precision_is_compared_only_where_both_were_measured() -> None:
-    blocks = question_of(FLASH).answer(Evidence.of([*_halved(0.2)[:2], _attention()]))
+    blocks = question_of(FLASH).answer(RecordSet.of([*_halved(0.2)[:2], _attention()]))
     assert [each.name for block in blocks for each in block.findings] == [FASTEST]
 
 
 def test_compiled_attention_is_drawn_beside_plain_attention_of_the_same_length() -> None:
-    blocks = question_of(COMPILE).answer(Evidence.of(_compiled(0.5)))
+    blocks = question_of(COMPILE).answer(RecordSet.of(_compiled(0.5)))
     ((picture,),) = (block.pictures for block in blocks)
     assert picture.name == "torch_compile-attention-0-attention-time"
 

@@ -8,7 +8,7 @@ import pytest
 from paceline.course import calculated, steps
 from paceline.records import Metric, Record, find_kind
 from paceline.reports.document.model import Block
-from paceline.reports.evidence.groups import Evidence, subject_of
+from paceline.reports.record_sets import RecordSet, subject_of
 from tests.unit import record_factory
 from tests.unit.course.report_cases import check, make_record, question_of
 from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges, profile
@@ -80,14 +80,14 @@ def test_operators(records: list[Record], name: str, expected: Any) -> None:
 def test_matmul_flops_stand_beside_those_of_the_formula(
     records: list[Record], counts: list[tuple[str, ...]]
 ) -> None:
-    (block,) = question_of(OPERATORS).answer(Evidence.of(records))
+    (block,) = question_of(OPERATORS).answer(RecordSet.of(records))
     tables = [table for table in block.tables if "FLOPs" in table.caption]
     assert [row[2:] for table in tables for row in table.rows] == counts
     assert len(tables) == bool(counts)
 
 
 def test_a_forward_pass_has_no_other_phase() -> None:
-    (block,) = question_of(OPERATORS).answer(Evidence.of(GPU))
+    (block,) = question_of(OPERATORS).answer(RecordSet.of(GPU))
     assert [finding.name for finding in block.findings] == [LONGEST, TRACE]
 
 
@@ -127,22 +127,22 @@ def _operators(block: Block) -> set[str]:
 def test_two_runs_on_one_machine_are_not_mixed() -> None:
     records = (*profile(OLD, time=EARLY), *profile(NEW, time=LATE))
     for ordered, last in ((records, "aten::new"), (records[::-1], "aten::old")):
-        for evidence, kept in (
-            (Evidence.of(ordered), last),
-            (Evidence(records=ordered), "aten::new"),
+        for record_set, kept in (
+            (RecordSet.of(ordered), last),
+            (RecordSet(records=ordered), "aten::new"),
         ):
-            (block,) = question_of(OPERATORS).answer(evidence)
+            (block,) = question_of(OPERATORS).answer(record_set)
             assert _operators(block) == {kept}
 
 
 def test_two_machines_are_not_mixed_and_what_is_no_profile_of_a_step_is_left_out() -> None:
     check(OPERATORS, record_factory.operator_rows(OLD, "trace.json", LAPTOP), {})
     records = [*profile(OLD), *profile(NEW, machine="server", time=LATE)]
-    blocks = question_of(OPERATORS).answer(Evidence(records=tuple(records)))
+    blocks = question_of(OPERATORS).answer(RecordSet(records=tuple(records)))
     assert [block.heading.rpartition("; ")[2] for block in blocks] == ["laptop", "server"]
     assert [_operators(block) for block in blocks] == [{"aten::old"}, {"aten::new"}]
     assert [len(block.environments) for block in blocks] == [1, 1]
-    kept = [_operators(block) for block in question_of(OPERATORS).answer(Evidence.of(records))]
+    kept = [_operators(block) for block in question_of(OPERATORS).answer(RecordSet.of(records))]
     assert kept[-1] == {"aten::new"}
     assert all(each in ({"aten::old"}, {"aten::new"}) for each in kept)
 
@@ -212,14 +212,14 @@ def test_memory(records: list[Record], name: str, mebibytes: Any, says: Any) -> 
 
 
 def test_the_longest_context_and_each_precision_with_its_float32_are_compared() -> None:
-    (block,) = question_of(MEMORY).answer(Evidence.of([*LOWER, *LONGER]))
+    (block,) = question_of(MEMORY).answer(RecordSet.of([*LOWER, *LONGER]))
     said = [finding.text.split(" is ")[0] for finding in block.findings]
     assert said == [
         "Peak memory of train at context 512 in float32",
         "Peak memory of train at context 256 in bfloat16",
         "Peak memory of train at context 512 in bfloat16",
     ]
-    (block,) = question_of(MEMORY).answer(Evidence.of(LOWER))
+    (block,) = question_of(MEMORY).answer(RecordSet.of(LOWER))
     assert ["512" in finding.text for finding in block.findings] == [False, False]
 
 

@@ -14,7 +14,7 @@ from paceline.course.calculated import best_allocation
 from paceline.course.presets import suite_cases
 from paceline.course.questions import DELIVERABLES, QUESTIONS
 from paceline.course.report import build_report, commands_for
-from paceline.reports.evidence.groups import Evidence
+from paceline.reports.record_sets import RecordSet
 from paceline.scaling import synthetic_sweep
 from tests.unit.course.report_cases import committed_records, question_of, sentences, swapped
 from tests.unit.scaling.surfaces import SURFACE
@@ -67,10 +67,10 @@ MEASURED = [
 @pytest.mark.parametrize("question", MEASURED)
 def test_sentences_change_with_the_figures_and_say_where_they_are_from(question: Question) -> None:
     records = committed_records()
-    blocks = question.answer(Evidence.of(records))
+    blocks = question.answer(RecordSet.of(records))
     assert sentences(blocks)
     for order in (lambda each: each[::-1], lambda each: each[3:] + each[:3]):
-        changed = question.answer(Evidence.of(swapped(records, order)))
+        changed = question.answer(RecordSet.of(swapped(records, order)))
         assert sentences(blocks) != sentences(changed)
     for found in blocks:
         assert found.tables
@@ -80,7 +80,9 @@ def test_sentences_change_with_the_figures_and_say_where_they_are_from(question:
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.title)
 def test_every_name_in_a_sentence_is_one_that_its_records_have(question: Question) -> None:
-    rows = [row for found in question.finds(Evidence.of(committed_records())) for row in found.rows]
+    rows = [
+        row for found in question.finds(RecordSet.of(committed_records())) for row in found.rows
+    ]
     for name, sentence in question.sentences.items():
         fields = {field for _, field, *_ in string.Formatter().parse(sentence) if field}
         given = [numbers.keys() for row_name, numbers in rows if row_name == name]
@@ -110,7 +112,7 @@ def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib
     names = ("parameters", "compute_budget", "final_loss")
     runs.write_text(json.dumps([dict(zip(names, map(float, row), strict=True)) for row in rows]))
     answer = question_of(best_allocation).answer
-    (given,) = answer(Evidence.of([], runs))
+    (given,) = answer(RecordSet.of([], runs))
     assert "runs.json" in given.heading
     figures = [each.figures for each in given.findings[:2]]
     sizes = [each["parameters"] for each in figures]
@@ -120,6 +122,6 @@ def test_scaling_laws_are_answered_for_the_runs_that_are_given(tmp_path: pathlib
     assert [each["extrapolation"] for each in figures] == pytest.approx(
         [compute / sweep.compute.max() for compute in (1e23, 1e24)]
     )
-    (made_up,) = answer(Evidence.of([]))
+    (made_up,) = answer(RecordSet.of([]))
     assert "Synthetic" in made_up.heading
     assert made_up.findings[:2] != given.findings[:2]

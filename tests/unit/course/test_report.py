@@ -18,7 +18,7 @@ from paceline.course.report import build_report, write_report
 from paceline.records import Record
 from paceline.reports.document.model import Report
 from paceline.reports.document.render import render_html, render_report
-from paceline.reports.evidence.groups import Evidence
+from paceline.reports.record_sets import RecordSet
 from tests.unit.course.report_cases import changed, committed_records, make_record
 
 ATTACKS = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "a|b`c$d_e*^$")
@@ -56,7 +56,7 @@ def _attempt(name: str, deliverables: str, outcome: str, num_measured: float) ->
 
 def _hostile_records() -> list[Record]:
     """Returns steps and an attempt whose names and environments try to inject markup."""
-    trained = Evidence.of(committed_records()).find("step", phase="train")
+    trained = RecordSet.of(committed_records()).find("step", phase="train")
     steps = [record for record in trained if record.metrics][:2]
     records = []
     for attack, record in itertools.product(ATTACKS, steps):
@@ -133,7 +133,7 @@ def test_the_last_run_of_a_case_counts_and_partial_ones_are_told_apart() -> None
 
 
 def test_an_answer_that_cannot_be_made_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(_evidence: Evidence) -> list[Answer]:
+    def odd(_evidence: RecordSet) -> list[Answer]:
         raise KeyError("time_s")
 
     broken = dataclasses.replace(QUESTIONS[0], finds=odd)

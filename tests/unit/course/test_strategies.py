@@ -8,7 +8,7 @@ import pytest
 
 from paceline.course import calculated, parallel
 from paceline.records import Record
-from paceline.reports.evidence.groups import Evidence
+from paceline.reports.record_sets import RecordSet
 from tests.unit.course.report_cases import (
     FEW,
     GPU,
@@ -166,7 +166,7 @@ def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> N
         _record("timeline", dict(zip(names, times, strict=True)), strategy, rank=rank)
         for strategy, rank, *times in cases
     ]
-    (traced,) = question_of(parallel.overlap_in_trace).answer(Evidence.of(records))
+    (traced,) = question_of(parallel.overlap_in_trace).answer(RecordSet.of(records))
     names = ("exposed_communication_s", "total_s", "overlapped_share")
     assert [
         (each.message.split(":")[0], *(each.figures[name] for name in names))
@@ -205,9 +205,9 @@ def test_the_equation_is_filled_with_what_belongs_together(
 
 def test_each_device_has_a_block_with_its_picture() -> None:
     naive, flat, overlap = (question_of(finds).answer for finds in (NAIVE, FLAT, OVERLAP))
-    blocks = naive(Evidence.of([_naive(), _naive(**GPU)]))
+    blocks = naive(RecordSet.of([_naive(), _naive(**GPU)]))
     assert [each.heading for each in blocks] == ["a processor, one host", "h100-sxm, one host"]
-    blocks += flat(Evidence.of(_flat(1.0, 0.1))) + overlap(Evidence.of(_buckets(1.1)))
+    blocks += flat(RecordSet.of(_flat(1.0, 0.1))) + overlap(RecordSet.of(_buckets(1.1)))
     pictures = [picture for each in blocks for picture in each.pictures]
     assert [picture.name.split("-cost-")[-1] for picture in pictures[:3]] == [
         *("0-strategies", "1-strategies", "0-strategies")

@@ -1,12 +1,8 @@
-"""Renders reports and pages as self-contained HTML, without scripts or external resources.
+"""Renders reports and pages as self-contained HTML, and reports as Markdown with SVG files.
 
-Pictures are embedded as data, and the inline style is allowed by its hash. All text is escaped. The
-content security policy in the page's head forbids everything else, so that a malicious name in a
-record is harmless even if escaping fails.
-
-Renders a report as Markdown with SVG files, for a repository or a pull request.
-
-Pictures for embedding: self-contained SVG, reproducible byte for byte from the records.
+In HTML, pictures are embedded as data, and the inline style is allowed by its hash. All text is
+escaped. The content security policy in the page's head forbids everything else, so that a malicious
+name in a record is harmless even if escaping fails. Pictures are reproducible byte for byte.
 """
 
 import base64

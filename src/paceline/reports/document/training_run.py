@@ -6,8 +6,6 @@ from paceline.core.units import format_decimal, format_seconds
 from paceline.records.schema import with_interval
 from paceline.reports.document.model import Block, Chapter, Page, Picture
 from paceline.reports.document.render import picture_of, render_page
-from paceline.reports.evidence.groups import describe_environment
-from paceline.reports.evidence.training_run import TrainingRun, read_run
 from paceline.reports.plots.training_run import (
     plot_losses,
     plot_memory,
@@ -16,12 +14,14 @@ from paceline.reports.plots.training_run import (
     plot_step_times,
     plot_throughput,
 )
+from paceline.reports.record_sets import describe_environment
 from paceline.reports.tables.training_run import (
     evaluations_table,
     events_table,
     outcome_table,
     phases_table,
 )
+from paceline.reports.training_run import TrainingRun, read_run
 from paceline.training.metrics import FINISHED, run_metrics
 
 

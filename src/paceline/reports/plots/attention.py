@@ -1,9 +1,7 @@
-"""Plots of attention by sequence length, on log axes.
+"""Plots of attention by sequence length, on log axes, and a diagram of FlashAttention's tiles.
 
 A single implementation has one set of axes with a line per case. Several implementations are
 compared in panels, one per head dim and dtype; each implementation has a fixed colour.
-
-Diagram of the score tiles that FlashAttention visits, and the order of each program.
 """
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from paceline.core.specs import AttentionKind
 from paceline.core.units import MIB
 from paceline.records import Record
-from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
+from paceline.reports.fields import case_number, describe_case, split_fields, split_series
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, new_figure, subtitle
 
 _LINES: tuple[tuple[str, Literal["-", "--"]], ...] = (("o", "-"), ("s", "--"))

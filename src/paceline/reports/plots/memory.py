@@ -1,9 +1,4 @@
-"""Plot of memory over one training step, stacked by category.
-
-Plot of the predicted memory of a training step at three instants, by category.
-
-Plot of the memory of a step by strategy and category, measured and predicted.
-"""
+"""Plots of the memory of a training step: over time, at three instants, and by strategy."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +17,7 @@ from paceline.core.units import (
 )
 from paceline.records import Record, join_key
 from paceline.records.kinds import PREDICTION
-from paceline.reports.evidence.fields import describe_case, split_fields, strategy_case
+from paceline.reports.fields import describe_case, split_fields, strategy_case
 from paceline.reports.plots.style import (
     GRAY,
     MEMORY_STYLES,

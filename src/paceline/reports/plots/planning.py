@@ -1,7 +1,4 @@
-"""Plot of days against device-hours: the best layout per number of devices, and the front.
-
-Plot of predicted against measured step times.
-"""
+"""Plots of plans: days against device-hours, and predicted against measured step times."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Plot of a run with injected faults: steps over time.
-
-Plot of goodput by number of devices and recovery policy.
-"""
+"""Plots of a run with injected faults, and of goodput by number of devices and recovery policy."""
 
 from collections.abc import Sequence
 
@@ -10,7 +7,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from paceline.core.errors import UsageError
 from paceline.records import CaseValue, Record
-from paceline.reports.evidence.fields import case_number
+from paceline.reports.fields import case_number
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 
 _FAULT_COLORS = {

@@ -1,7 +1,4 @@
-"""Plots of scaling-law fits: profiles with minima, laws with bands, surface, residuals.
-
-Plots of one target run: the fitted law, and predictions relative to measurements.
-"""
+"""Plots of scaling laws: profiles, laws, surface, residuals, and predictions for a target run."""
 
 from collections.abc import Callable, Sequence
 

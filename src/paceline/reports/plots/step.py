@@ -1,7 +1,4 @@
-"""Plots of training steps: time by phase, and the effect of warm-up.
-
-Plot of the time of a traced step by phase and kind of work.
-"""
+"""Plots of training steps: time by phase and by kind of work, and the effect of warm-up."""
 
 from collections.abc import Sequence
 
@@ -9,7 +6,7 @@ from matplotlib.figure import Figure
 
 from paceline.core.units import format_seconds
 from paceline.records import Record
-from paceline.reports.evidence.fields import case_number, describe_case, split_fields, split_series
+from paceline.reports.fields import case_number, describe_case, split_fields, split_series
 from paceline.reports.plots.style import (
     COLORS,
     GRAY,

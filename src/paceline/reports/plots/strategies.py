@@ -1,9 +1,4 @@
-"""Plots of step time by strategy, and of exposed communication by bucket size.
-
-Plot of collective throughput by message size, with the line rate.
-
-Diagram of backward and communication on a common time axis.
-"""
+"""Plots of strategies: step time, exposed communication, collectives, and a diagram of overlap."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,9 +12,9 @@ from paceline.core.units import GB, MIB
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.records.links import find_link, is_loopback
-from paceline.reports.evidence.fields import case_number, split_fields, split_series, strategy_case
-from paceline.reports.evidence.groups import EXPOSED
+from paceline.reports.fields import case_number, split_fields, split_series, strategy_case
 from paceline.reports.plots.style import COLORS, GRAY, PHASE_COLORS, blank_figure, new_figure
+from paceline.reports.record_sets import EXPOSED
 
 _SAMPLES_WITH_QUARTILES = 4
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from paceline.core.units import GIB, MIB
 from paceline.records import Record
-from paceline.reports.evidence.fields import describe_fields, split_fields
+from paceline.reports.fields import describe_fields, split_fields
 
 GRAY = "#444444"
 COLORS = ("#3b6fb6", "#d97b29", "#4c9a5b", "#9a4c7a", "#6b6b6b", "#b8a13a")

@@ -1,15 +1,13 @@
-"""Timelines of traced steps of several strategies, each with its prediction below.
+"""Timelines of traced steps: compute and messages by strategy, and the stages of a pipeline.
 
-Every rank has two lanes: compute, coloured by phase, and below it messages, numbered in the order
-of sending. In gaps of the compute lane, the step waits. Communication in such a gap is exposed and
-labelled with its duration in milliseconds.
+Of a strategy, every rank has two lanes: compute, coloured by phase, and below it messages, numbered
+in the order of sending. In gaps of the compute lane, the step waits. Communication in such a gap is
+exposed and labelled with its duration in milliseconds.
 
-Timelines of pipeline stages: the work of each rank over time, by micro-batch.
-
-Every layout has a panel and every rank a lane. Each piece of work shows the number of its
-micro-batch. If a rank has several stages, later stages are darker. White is idle time. The panel
-title splits idle time into the measured bubble and the imbalance of the stages, and the bubble into
-the cost of the schedule's order and exposed communication (medians over the steps).
+Of a pipeline, every rank has a lane, and each piece of work shows the number of its micro-batch. If
+a rank has several stages, later stages are darker. White is idle time. The panel title splits idle
+time into the measured bubble and the imbalance of the stages, and the bubble into the cost of the
+schedule's order and exposed communication (medians over the steps).
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from matplotlib.patches import Patch
 
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
-from paceline.reports.evidence.fields import strategy_text
+from paceline.reports.fields import strategy_text
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, subtitle
 
 _PHASES = {"forward": "#e4e9f0", "backward": "#b9c6d8", "optimizer": "#8fa3bd"}

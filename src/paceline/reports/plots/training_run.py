@@ -1,13 +1,4 @@
-"""Summary plot of one run: planned and measured step times, and loss.
-
-Common parts of the plots of a run: colours, thinned and smoothed lines, marks.
-
-Plots of the losses, learning rate and gradient norm of a run.
-
-Plots of a run's throughput, step times against their prediction, and time by phase.
-
-Plot of a run's memory, with its prediction and limit.
-"""
+"""Plots of a training run: loss, schedule, throughput, step times, phases, memory, summary."""
 
 import dataclasses
 import itertools
@@ -23,9 +14,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
 from paceline.predict.history import HistoryEntry
 from paceline.records.schema import with_interval
-from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, memory_unit
 from paceline.reports.tables.predictions import between
+from paceline.reports.training_run import TrainingRun
 from paceline.training.metrics import phase_times, steady_steps
 
 MEASURED, PREDICTED, RESUMED = COLORS[0], COLORS[1], COLORS[3]

@@ -1,19 +1,11 @@
-"""Tables of attention implementations side by side, and of kernels over all their variants.
-
-Table of the metrics that changed between two stores, the worst first.
-"""
+"""Tables of attention implementations side by side, of kernels, and of changes between stores."""
 
 from collections.abc import Sequence
 
 from paceline.core.units import KIB, format_binary_bytes, format_seconds
 from paceline.records import CaseValue, Metric, Record
-from paceline.reports.evidence.comparison import Change, StoreComparison
-from paceline.reports.evidence.fields import (
-    case_number,
-    describe_case,
-    describe_fields,
-    split_fields,
-)
+from paceline.reports.comparison import Change, StoreComparison
+from paceline.reports.fields import case_number, describe_case, describe_fields, split_fields
 from paceline.reports.tables.table import Table
 
 _VARIANTS = ("mask", "lengths", "group", "triton")

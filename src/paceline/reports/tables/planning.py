@@ -1,11 +1,4 @@
-"""Tables of `paceline plan search` and `plan budget`: best layouts, comparisons, advice.
-
-The table of `paceline plan budget`: duration and cost by number of devices.
-
-Table of framework calibrations: achieved shares of peak rates, and held-out errors.
-
-Formats the predicted memory of a training step as text.
-"""
+"""Tables of plans: layouts, budgets and advice, framework calibrations, predicted memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,4 @@
-"""Tables of predictions for runs: one run with its measurements, and a summary of all runs.
-
-Table of predicted and measured step times by group, with errors and coverage.
-
-Joins measured records with their predictions, for tables.
-"""
+"""Tables of predicted beside measured figures: of a run, of all runs, and of held-out steps."""
 
 import collections
 import statistics

@@ -1,7 +1,4 @@
-"""Tables of goodput: by recovery policy, gain of each measure, replay of a published run.
-
-Table of injected faults: tried, survived and lost, by kind.
-"""
+"""Tables of goodput by recovery policy and measure, of a replayed run, and of injected faults."""
 
 import statistics
 from collections.abc import Sequence

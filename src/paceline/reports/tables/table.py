@@ -1,9 +1,8 @@
 """Tables for people (Markdown, terminal) and for programs (CSV).
 
-A table for people has a column per varying case field; its caption lists the shared ones.
-CSV is flat and raw: every case field, and value and standard deviation of every metric.
-
-Fits tables into a terminal without splitting words or figures.
+A table for people has a column per varying case field; its caption lists the shared ones. In a
+terminal, it is fitted to the width without splitting words or figures. CSV is flat and raw: every
+case field, and value and standard deviation of every metric.
 """
 
 import csv
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from paceline.core.errors import UsageError
 from paceline.records import Record
-from paceline.reports.evidence.fields import (
+from paceline.reports.fields import (
     describe_case,
     describe_fields,
     field_label,

@@ -1,9 +1,4 @@
-"""Tables of a training run: outcome, time by phase, evaluations, events.
-
-Table of the checkpoints of a run.
-
-Tables of a prepared dataset.
-"""
+"""Tables of a training run, its checkpoints, and its dataset."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,8 +7,8 @@ from paceline.checkpoint.catalog import CheckpointSummary
 from paceline.core.units import format_binary_bytes, format_count, format_duration, format_seconds
 from paceline.data.manifest import DatasetManifest
 from paceline.records.schema import with_interval
-from paceline.reports.evidence.training_run import TrainingRun
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
+from paceline.reports.training_run import TrainingRun
 from paceline.training.metrics import phase_times, run_metrics
 
 _MOST_ROWS = 40

@@ -12,7 +12,7 @@ from paceline.core.errors import RecordError, UsageError
 from paceline.core.plan import Estimate
 from paceline.records import capture_environment
 from paceline.reports.document.training_run import run_page, write_run_page
-from paceline.reports.evidence.training_run import read_run
+from paceline.reports.training_run import read_run
 from paceline.training.forecast import Forecast
 from paceline.training.metrics import EventRow, MetricsFile, MetricsRow
 from tests.unit.training.row_factory import (

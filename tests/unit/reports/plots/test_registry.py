@@ -8,9 +8,9 @@ import pytest
 
 from paceline.core import UsageError
 from paceline.records import Metric
-from paceline.reports.evidence.groups import EXPOSED
 from paceline.reports.plots.registry import PLOTS, draw, drawable_plots
 from paceline.reports.plots.style import save_figure
+from paceline.reports.record_sets import EXPOSED
 from tests.unit import record_factory
 from tests.unit.record_factory import MEASURED_MEMORY, PREDICTED_MEMORY, prediction_of, step_record
 

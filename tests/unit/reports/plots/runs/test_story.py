@@ -7,9 +7,9 @@ from matplotlib.colors import to_hex
 
 from paceline.core.plan import Estimate
 from paceline.predict.history import HistoryEntry
-from paceline.reports.evidence.training_run import read_run
 from paceline.reports.plots.style import dark
 from paceline.reports.plots.training_run import plot_story
+from paceline.reports.training_run import read_run
 
 RUN = pathlib.Path(__file__).parents[5] / "results" / "training-run"
 

@@ -1,4 +1,4 @@
-"""Tests whether two measured times differ, based on the spread of their samples.
+"""Whether two measured times differ, and which metrics regressed between two stores.
 
 The project uses one test everywhere: does the confidence interval of the ratio of medians contain
 1? The interval of a median is distribution-free: the narrowest pair of order statistics that
@@ -9,10 +9,8 @@ Strategies with interleaved steps are compared round by round, which cancels slo
 both. Cases that ran one after the other have no common rounds, and the machine may have drifted in
 between. Their interval is widened to allow for that.
 
-Finds regressions between two stores of the same cases.
-
-Only times and bytes are compared; for both, less is better. A change counts if it exceeds the
-tolerance and, for metrics with several samples, if their spread does not explain it.
+Between two stores, only times and bytes are compared; for both, less is better. A change counts if
+it exceeds the tolerance and, for metrics with several samples, if their spread does not explain it.
 """
 
 import dataclasses

@@ -1,20 +1,14 @@
-"""The records behind a report, and groups of records that may be compared.
+"""The records behind a report, where they come from, and groups of them that may be compared.
 
 A store holds measurements from several machines and configurations. Records are comparable if their
 cases differ only in the fields that a question varies. For each place (device, hardware, hosts and
 link rate), the group with the most measured cases answers the question.
 
-The origin of records: the machine, the run of a command, the environment.
-
-Groups profile records by run, since the cases of most of them do not name a machine.
-
 Trace records are stored under a subject, such as ``small, batch 4, context 256, float32, naive
-attention, train``. Two machines, or two runs on one machine, use the same subject, but their
-figures must never share a table. Records are therefore grouped by the machine and time of their
-environment. For each machine, the newest complete run is used: in a store that keeps only the
-newest record of a case, a later run may have replaced part of an earlier one.
-
-Records of data-parallel strategies, and the metrics that they are compared by.
+attention, train``, which does not name a machine. Two machines, or two runs on one machine, use the
+same subject, but their figures must never share a table. They are therefore grouped by the machine
+and time of their environment. For each machine, the newest complete run is used: in a store that
+keeps only the newest record of a case, a later run may have replaced part of an earlier one.
 """
 
 import collections
@@ -28,8 +22,8 @@ from paceline.core.units import format_decimal, format_gibibytes, to_gibibytes
 from paceline.records import CaseValue, Environment, Record, join_key
 from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
 from paceline.records.store import case_key
-from paceline.reports.evidence.comparison import Ratio, compare
-from paceline.reports.evidence.fields import case_number
+from paceline.reports.comparison import Ratio, compare
+from paceline.reports.fields import case_number
 from paceline.traces.records import ALL_OPERATORS
 
 _STAMPING = datetime.timedelta(seconds=2)
@@ -114,7 +108,7 @@ _PLACE = ("device", "hardware", "num_hosts", LINK_RATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evidence:
+class RecordSet:
     """The newest record of every case, and training runs for scaling laws."""
 
     records: tuple[Record, ...]
@@ -122,7 +116,7 @@ class Evidence:
     """File of training runs for the scaling-law question; without one, synthetic runs are used."""
 
     @classmethod
-    def of(cls, records: Sequence[Record], runs: pathlib.Path | None = None) -> "Evidence":
+    def of(cls, records: Sequence[Record], runs: pathlib.Path | None = None) -> "RecordSet":
         """Keeps the newest record of each case; a failure never replaces a measurement."""
         kept: dict[object, Record] = {}
         for record in records:
@@ -254,32 +248,32 @@ def subject_of(record: Record) -> str:
     )
 
 
-def find_profile_runs(evidence: Evidence) -> list[ProfileRun]:
+def find_profile_runs(record_set: RecordSet) -> list[ProfileRun]:
     """Returns the newest complete run of every step on every machine."""
     by_subject: dict[str, list[Record]] = {}
-    for record in evidence.find("operator"):
+    for record in record_set.find("operator"):
         subject = str(record.case["subject"])
         if subject.endswith(_PHASES) and subject.count(", ") >= _NUM_SEPARATORS:
             by_subject.setdefault(subject, []).append(record)
     return [
-        _gather(evidence, subject, operators)
+        _gather(record_set, subject, operators)
         for subject, found in by_subject.items()
         for operators in _newest_whole(found)
     ]
 
 
-def _gather(evidence: Evidence, subject: str, operators: Sequence[Record]) -> ProfileRun:
+def _gather(record_set: RecordSet, subject: str, operators: Sequence[Record]) -> ProfileRun:
     def of_run(records: Iterable[Record]) -> list[Record]:
         return [record for record in records if record.metrics and same_run(record, operators[0])]
 
-    memory = of_run(evidence.find("memory_timeline"))
+    memory = of_run(record_set.find("memory_timeline"))
     memory = [record for record in memory if subject_of(record) == subject]
-    expected = of_run(evidence.predictions("operator"))
+    expected = of_run(record_set.predictions("operator"))
     return ProfileRun(
         subject=subject,
         operators=tuple(operators),
         expected=tuple(record for record in expected if record.case["subject"] == subject),
-        steps=tuple(of_run(evidence.find("trace_step", subject=subject))),
+        steps=tuple(of_run(record_set.find("trace_step", subject=subject))),
         memory=memory[-1] if memory else None,
     )
 
@@ -322,11 +316,11 @@ EXPOSED = "exposed_communication_s"
 _STEP = "step_time_s"
 
 
-def strategy_groups(evidence: Evidence, *needed: str) -> list[list[Record]]:
+def strategy_groups(record_set: RecordSet, *needed: str) -> list[list[Record]]:
     """Returns, for every place, a group of measured strategies that includes all in `needed`."""
     found = [
         record
-        for record in evidence.find("ddp", strategy=STRATEGIES, compile="none")
+        for record in record_set.find("ddp", strategy=STRATEGIES, compile="none")
         if record.metrics and step_seconds(record) > 0 and has_peers(record)
     ]
     return comparable_groups(found, OVER, holds=includes("strategy", *needed))

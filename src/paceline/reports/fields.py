@@ -1,7 +1,4 @@
-"""Case fields of the records in a table or plot: which ones vary, which are shared, labels.
-
-The model in a record's case: dimensions, number of parameters, key and name.
-"""
+"""Case fields of records: which vary and which are shared, their texts, and the model in them."""
 
 from collections.abc import Sequence
 from typing import Any

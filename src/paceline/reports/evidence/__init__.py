@@ -1,1 +1,0 @@
-"""Selection of comparable records, and tests of whether they differ."""
