@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.benchmarks.config import StepSweep
 from paceline.benchmarks.harness.measure import ratio_metric
-from paceline.benchmarks.step import TrainingStep
+from paceline.benchmarks.step import TimedStep
 from paceline.core import ModelShape
 from paceline.records import Metric
 from studies.harness.records import append_record, machine_case
@@ -79,7 +79,7 @@ class BareModel(nn.Module):
         return self.head(F.rms_norm(x, self.norm.shape, self.norm, 1e-5))
 
 
-def copy_weights(bare: BareModel, step: TrainingStep) -> None:
+def copy_weights(bare: BareModel, step: TimedStep) -> None:
     """Copies the weights of Paceline's model to the bare model."""
     source = iter(
         [
@@ -144,7 +144,7 @@ def main() -> int:
 
     sweep = StepSweep(model=(arguments.model,), phase=("forward-backward",), device="cpu")
     case = next(sweep.cases())
-    step = TrainingStep(case, torch.device("cpu"))
+    step = TimedStep(case, torch.device("cpu"))
     bare = BareModel(case.shape)
     copy_weights(bare, step)
     torch.testing.assert_close(bare(step.inputs), step.model(step.inputs), atol=1e-4, rtol=1e-4)

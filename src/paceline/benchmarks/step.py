@@ -38,7 +38,7 @@ def _adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
-class TrainingStep:
+class TimedStep:
     """A model, its batch and its optimizer, ready to step.
 
     `wrap` applies a data-parallel strategy to the model; `data_seed` gives each rank its own batch;
@@ -182,7 +182,7 @@ def step_records(sweep: StepSweep, on_progress: Progress) -> Iterator[Record]:
 def measure_step(case: StepCase, on_progress: Progress) -> dict[str, Metric]:
     """Measures one case in this process and returns its metrics."""
     device = resolve_device(case.sweep.device)
-    step = TrainingStep(case, device)
+    step = TimedStep(case, device)
     made_bytes = storage_bytes([*step.model.parameters(), *step.model.buffers()])
     metrics = {
         "memory_after_init_bytes": Metric(value=made_bytes),

@@ -21,7 +21,7 @@ from paceline.benchmarks.harness.records import (
     predicted,
     resolve_device,
 )
-from paceline.benchmarks.step import TrainingStep, step_case_fields
+from paceline.benchmarks.step import TimedStep, step_case_fields
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
 from paceline.core.specs import bytes_per_element, precision_preset
@@ -45,7 +45,7 @@ def profile_step(sweep: StepSweep, trace: pathlib.Path, on_progress: Progress) -
     (case,) = cases
     device = resolve_device(case.sweep.device)
     _require_memory(case, device)
-    step = TrainingStep(case, device)
+    step = TimedStep(case, device)
     total = case.warmup + case.sweep.steps + 1
     for completed in range(case.warmup):
         step.run()
@@ -85,7 +85,7 @@ def _require_memory(case: StepCase, device: torch.device) -> None:
         )
 
 
-def trace_memory(step: TrainingStep, snapshot: pathlib.Path) -> MemoryTimeline:
+def trace_memory(step: TimedStep, snapshot: pathlib.Path) -> MemoryTimeline:
     """Runs one more step and returns its memory by category; call it after at least one step.
 
     On a GPU, a snapshot of its memory is written for torch's viewer.

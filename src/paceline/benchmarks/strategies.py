@@ -30,7 +30,7 @@ from paceline.benchmarks.harness.interleaved import InterleavedBenchmark, measur
 from paceline.benchmarks.harness.measure import ratio_metric, step_peaks, storage_bytes
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.benchmarks.harness.records import Numbers, measured, predicted, resolve_device
-from paceline.benchmarks.step import LEARNING_RATE, TrainingStep, step_case_fields
+from paceline.benchmarks.step import LEARNING_RATE, TimedStep, step_case_fields
 from paceline.core.ranges import step_range
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import SHARDED_PARAMETERS, StrategyName
@@ -57,7 +57,7 @@ from paceline.records.links import link_case_fields
 from paceline.records.schema import Outcome
 
 
-class StrategyStep(TrainingStep):
+class StrategyStep(TimedStep):
     """A step on one of several ranks; its tensors are this rank's parts."""
 
     def __init__(self, case: StepCase, variant: Variant, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from paceline.benchmarks.config import (
 )
 from paceline.cli.output import (
     DEFAULT_STORE,
+    AppendedStore,
     Flat,
     OutputOptions,
     case_progress,
@@ -40,8 +41,7 @@ class SweepCommand(Generic[_Sweep]):
     """Measure every case of a sweep."""
 
     sweep: Flat[_Sweep]
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to append the records to."""
+    store: AppendedStore = DEFAULT_STORE
     output: Flat[OutputOptions]
 
     def run(self) -> int:

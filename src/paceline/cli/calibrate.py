@@ -1,11 +1,11 @@
 """``paceline calibrate``: measures the parts of a training step on this machine."""
 
 import dataclasses
-import pathlib
 
 from paceline.benchmarks.config import CalibrationSweep
 from paceline.cli.output import (
     DEFAULT_STORE,
+    AppendedStore,
     Flat,
     OutputOptions,
     case_progress,
@@ -19,8 +19,7 @@ class CalibrateCommand:
     """Measure this machine for a minute, so that training steps can be predicted."""
 
     sweep: Flat[CalibrationSweep]
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to append the records to."""
+    store: AppendedStore = DEFAULT_STORE
     output: Flat[OutputOptions]
 
     def run(self) -> int:

@@ -13,6 +13,7 @@ from paceline.cli.output import (
     Place,
     print_findings,
     print_json,
+    print_result,
     require_figure,
     say,
     stdout_console,
@@ -41,10 +42,9 @@ class TokenizerCommand:
 
         with transfer_progress("reading") as progress:
             tokenizer = train_tokenizer(self.config, progress)
-        if self.output.json:
-            print_json({"out": self.config.out, "vocab_size": tokenizer.vocab_size})
-        else:
-            sys.stdout.write(f"{self.config.out}: {tokenizer.vocab_size:,} tokens\n")
+        result = {"out": self.config.out, "vocab_size": tokenizer.vocab_size}
+        text = f"{self.config.out}: {tokenizer.vocab_size:,} tokens"
+        print_result(result, text, self.output)
         return 0
 
 
@@ -93,10 +93,7 @@ class ExportCommand:
         storage = open_storage(self.place)
         write_megatron(storage, read_manifest(storage), self.split, self.out)
         written = [f"{self.out}.bin", f"{self.out}.idx"]
-        if self.output.json:
-            print_json({"written": written})
-        else:
-            sys.stdout.writelines(f"{name}\n" for name in written)
+        print_result({"written": written}, "\n".join(written), self.output)
         return 0
 
 

@@ -1,7 +1,4 @@
-"""``paceline lab``: emulates a cluster on this machine.
-
-``paceline lab chaos``: injects faults into a run.
-"""
+"""``paceline lab``: emulates a cluster on this machine, and injects faults into a run."""
 
 import dataclasses
 import os

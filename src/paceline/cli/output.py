@@ -1,6 +1,6 @@
-"""Output of all verbs: results on stdout, everything else on stderr.
+"""Options and output of all verbs: results on stdout, everything else on stderr.
 
-Converts the exceptions of a verb to one line on stderr and an exit code.
+An expected error of a verb becomes one line on stderr and an exit code.
 """
 
 import contextlib
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 
 DEFAULT_STORE = pathlib.Path("paceline-records.jsonl")
+AppendedStore = Annotated[
+    pathlib.Path, tyro.conf.arg(help="JSON Lines file to append the records to.")
+]
+ReadStore = Annotated[pathlib.Path, tyro.conf.arg(help="JSON Lines file to read the records from.")]
 
 _PLAIN_PAUSE_S = 5.0
 
@@ -56,6 +60,14 @@ def print_json(value: object) -> None:
     """Prints a value as a line of JSON, and flushes so that pipes receive it immediately."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()
+
+
+def print_result(value: object, text: str, output: OutputOptions) -> None:
+    """Prints a result as JSON with --json, and otherwise as text."""
+    if output.json:
+        print_json(value)
+    else:
+        sys.stdout.write(f"{text}\n")
 
 
 def keep_records(

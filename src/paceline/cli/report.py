@@ -12,7 +12,9 @@ from paceline.cli.output import (
     DEFAULT_STORE,
     Flat,
     OutputOptions,
+    ReadStore,
     print_json,
+    print_result,
     say,
     stdout_console,
     work_progress,
@@ -47,8 +49,7 @@ class TableCommand:
     """Columns of a step in rich and markdown: times and rates, or memory at three points."""
     format: Literal["rich", "markdown", "csv"] = "rich"
     """Format of the table; rich is for a terminal. Not used with --json."""
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to read the records from."""
+    store: ReadStore = DEFAULT_STORE
     output: Flat[OutputOptions]
 
     def run(self) -> int:
@@ -88,8 +89,7 @@ class PlotCommand:
     """Directory for the plots."""
     plot: tuple[PlotName, ...] = ()
     """Plots to draw; by default, every plot that the store has records for."""
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to read the records from."""
+    store: ReadStore = DEFAULT_STORE
     output: Flat[OutputOptions]
 
     def run(self) -> int:
@@ -104,10 +104,7 @@ class PlotCommand:
             raise UsageError(f"nothing to draw: {self.store} has no measurements")
         for name in names:
             for path in save_figure(draw(name, records), self.out, name):
-                if self.output.json:
-                    print_json({"plot": name, "path": str(path)})
-                else:
-                    sys.stdout.write(f"{path}\n")
+                print_result({"plot": name, "path": str(path)}, str(path), self.output)
         return 0
 
 
@@ -129,8 +126,7 @@ class BuildCommand:
     runs: pathlib.Path | None = None
     """File of training runs for the scaling-law question; by default the file that
     PACELINE_COURSE_DATA names, or else synthetic runs."""
-    store: pathlib.Path = DEFAULT_STORE
-    """JSON Lines file to read the records from."""
+    store: ReadStore = DEFAULT_STORE
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
@@ -162,10 +158,7 @@ class BuildCommand:
         with work_progress("writing the report"):
             paths = write_report(list(store.read()), self.out, runs)
         for path in paths:
-            if self.output.json:
-                print_json({"path": str(path)})
-            else:
-                sys.stdout.write(f"{path}\n")
+            print_result({"path": str(path)}, str(path), self.output)
         return 0
 
 
@@ -191,10 +184,7 @@ class RunCommand:
         page = self.run_directory / "report.html" if self.out is None else self.out
         with work_progress("writing the report"):
             write_run_page(self.run_directory, page)
-        if self.output.json:
-            print_json({"path": str(page)})
-        else:
-            sys.stdout.write(f"{page}\n")
+        print_result({"path": str(page)}, str(page), self.output)
         return 0
 
 

@@ -1,9 +1,4 @@
-"""The output of ``paceline`` without arguments: goals, and the first command for each.
-
-``paceline demo``: an end-to-end demo in a few minutes, on two cores and without downloads.
-
-Rejects unknown commands, and suggests the nearest known one.
-"""
+"""What a newcomer sees first: goals with their commands, the demo, and help with misspellings."""
 
 import dataclasses
 import pathlib

@@ -7,9 +7,8 @@ width and depth: each matrix is scaled by its fan-in, and matrices that write to
 are smaller by sqrt(2 layers). The output layer is so small that the initial loss is close to
 log(vocabulary).
 
-A pipeline stage of a language model: consecutive blocks, with embedding or head at the ends.
-
-Modules and parameters keep their names from the whole model, such as
+A pipeline stage has consecutive blocks, with embedding or head at the ends. Its modules and
+parameters keep their names from the whole model, such as
 ``blocks.3.attention.query.weight``. So the state dictionaries of all stages together are the
 state dictionary of the model, regardless of how it was split.
 """

@@ -7,7 +7,7 @@ from paceline.accounting import count_parameters, flops_per_token, minimum_step_
 from paceline.benchmarks.config import StepCase, StepSweep
 from paceline.benchmarks.harness.measure import storage_bytes
 from paceline.benchmarks.options import ShapeOverrides
-from paceline.benchmarks.step import TrainingStep, measure_step, step_case_fields
+from paceline.benchmarks.step import TimedStep, measure_step, step_case_fields
 from paceline.core import precision_preset
 from paceline.core.specs import Phase
 from paceline.parallel.ranks.hardware import HardwareLocation, peak_flops
@@ -69,7 +69,7 @@ def test_memory_after_init_is_the_model() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "forward-backward", "train"])
 def test_only_what_was_asked_for_happens(phase: str) -> None:
-    step = TrainingStep(case_with(phase=phase), torch.device("cpu"))
+    step = TimedStep(case_with(phase=phase), torch.device("cpu"))
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     step.run()
     changed = [
@@ -82,14 +82,14 @@ def test_only_what_was_asked_for_happens(phase: str) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_every_precision_computes_the_same_loss(precision: str) -> None:
-    exact = TrainingStep(case_with(), torch.device("cpu")).forward()
-    loss = TrainingStep(case_with(precision=precision), torch.device("cpu")).forward()
+    exact = TimedStep(case_with(), torch.device("cpu")).forward()
+    loss = TimedStep(case_with(precision=precision), torch.device("cpu")).forward()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
 
 
 def test_the_same_case_twice_measures_the_same_numbers() -> None:
-    losses = [TrainingStep(case_with(), torch.device("cpu")).forward().item() for _ in range(2)]
+    losses = [TimedStep(case_with(), torch.device("cpu")).forward().item() for _ in range(2)]
     assert losses[0] == losses[1]
 
 
@@ -98,7 +98,7 @@ def test_the_same_case_twice_measures_the_same_numbers() -> None:
 def test_the_lower_bound_of_memory_is_one(phase: Phase, vocab_size: int) -> None:
     shape = dataclasses.replace(case_with().shape, vocab_size=vocab_size)
     case = case_with(phase=phase, shape=shape)
-    step = TrainingStep(case, torch.device("cpu"))
+    step = TimedStep(case, torch.device("cpu"))
     step.run()
     peak = max(value for name, value in step.memory().items() if name.startswith("peak"))
     assert minimum_step_bytes(shape, case.batch, precision_preset("float32"), phase) <= peak
@@ -139,7 +139,7 @@ def test_a_later_step_shows_all_states(phase: str, copies: int) -> None:
         batch=1,
         shape=ShapeOverrides(num_layers=2, d_model=256, d_ff=1024, num_heads=4, vocab_size=100),
     )
-    step = TrainingStep(next(sweep.cases()), torch.device("cpu"))
+    step = TimedStep(next(sweep.cases()), torch.device("cpu"))
     parameters = storage_bytes(step.model.parameters())
     step.run()
     memory = step.memory()

@@ -1,11 +1,9 @@
-"""Conventions of all attention backends: memory layout of results, mask and scale.
+"""Conventions of all attention backends: inputs, memory layout of results, mask and scale.
 
 Tensors are (batch, heads, sequence, head_dim). The output has the memory layout of the queries.
 Gradients are stored token by token, the heads of a token adjacent, because the step before
 attention splits the heads: with this order its backward copies nothing. Both match torch's fused
 attention on CPUs.
-
-Inputs of the two passes of attention: one dataclass each, the same for every backend.
 
 The mask is one number, `diagonal`, as in torch.tril. Key j is visible to query i if
 j <= i + diagonal; None hides nothing. A query that sees no key has output 0 and a log-sum-exp of
