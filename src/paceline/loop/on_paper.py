@@ -109,7 +109,7 @@ class ClusterPlan:
 
     @property
     def exploration(self) -> float:
-        """FLOPs of the sweep as a share of the budget."""
+        """FLOPs of the sweep as a fraction of the budget."""
         return self.sweep_flops / self.budget
 
 

@@ -209,25 +209,25 @@ class LoopRunner:
         self, base: RunConfig, run: PlannedRun, candidate: LayoutCandidate
     ) -> PilotRun | None:
         """Runs a few steps with a layout; returns None if they fail."""
-        place = self.directory.pilot(candidate.ranks).resolve()
-        config = pilot_config(base, run, place, candidate.strategy)
-        result = self._make(place.name, config, candidate.ranks)
+        path = self.directory.pilot(candidate.ranks).resolve()
+        config = pilot_config(base, run, path, candidate.strategy)
+        result = self._make(path.name, config, candidate.ranks)
         if result is None or result.outcome != "ok":
             return None
-        metrics = last_record(place).metrics
+        metrics = last_record(path).metrics
         return PilotRun(
             step_time_s=metrics["step_time_s"].value, memory_bytes=metrics["memory_bytes"].value
         )
 
     def _train(self, base: RunConfig, model: ChosenModel, layout: ChosenLayout) -> None:
-        place, best = self.directory.run.resolve(), layout.chosen
-        config = final_config(base, model.run, place, best.strategy)
-        if read_result(place) is None:
-            self.tell("train", [f"{config.training.steps:,} steps; log: {place / 'log.txt'}"])
+        path, best = self.directory.run.resolve(), layout.chosen
+        config = final_config(base, model.run, path, best.strategy)
+        if read_result(path) is None:
+            self.tell("train", [f"{config.training.steps:,} steps; log: {path / 'log.txt'}"])
         result = self._make(model.run.name, config, best.ranks)
         if result is None or result.outcome != "ok":
             reason = f"killed {MOST_ATTEMPTS} times" if result is None else result.reason
-            raise LoopStoppedError(f"the final run failed: {reason}; see {place / 'log.txt'}")
+            raise LoopStoppedError(f"the final run failed: {reason}; see {path / 'log.txt'}")
 
     def _make(self, label: str, config: RunConfig, ranks: int) -> RunResult | None:
         """Runs or resumes a run until it ends; returns None if every attempt was killed."""

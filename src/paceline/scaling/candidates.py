@@ -23,7 +23,7 @@ Price = Callable[[float, float], float]
 """The cost of a run from its parameters and tokens."""
 
 EXPECTED_NOISE = 0.003
-# Runs below this share of the target are cheap, but real ones no longer lie on the same surface.
+# Runs below this fraction of the target are cheap, but real ones no longer lie on the same surface.
 # Neither do models that are further than REACH from the best size for their FLOPs.
 FARTHEST_BELOW = 1e-4
 REACH = 8.0

@@ -18,8 +18,8 @@ from paceline.scaling.surface import LossSurface, compute_for
 
 _SPENT_TOLERANCE = 0.02
 _ROUNDING = 0.1
-# Even the true coefficients exceed the best fit's objective, by a share of about 5 coefficients per
-# number of runs. An excess of three times that share is not chance.
+# Even the true coefficients exceed the best fit's objective, by a fraction of about 5 coefficients
+# per number of runs. An excess of three times that fraction is not chance.
 _OBJECTIVE_EXCESS = 15.0
 _WRONG_SIZE = 1.25
 COEFFICIENT_NAMES = ("E", "A", "alpha", "B", "beta")
@@ -34,7 +34,7 @@ class AllocationCost:
     best_loss: float
     """Loss of the best model for the budget."""
     spent: float
-    """6ND of the claim, as a share of the budget."""
+    """6ND of the claim, as a fraction of the budget."""
     wasted: float
     """Share of the FLOPs spent that the best model would not have needed."""
 

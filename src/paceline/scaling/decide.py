@@ -58,8 +58,8 @@ def price_sizes(fit: ScalingFit, compute: float, best: Estimate) -> tuple[Waste,
         wasted = chosen.surface.wasted_compute(compute, parameters)
         loss = chosen.surface.loss(parameters, tokens_for(compute, parameters))
     return tuple(
-        Waste(parameters=size, reason=reason, wasted=float(share), loss=float(its_loss))
-        for size, reason, share, its_loss in zip(parameters, reasons, wasted, loss, strict=True)
+        Waste(parameters=size, reason=reason, wasted=float(fraction), loss=float(its_loss))
+        for size, reason, fraction, its_loss in zip(parameters, reasons, wasted, loss, strict=True)
     )
 
 

@@ -33,7 +33,7 @@ _BIAS = 0.02
 _OUTLYING_DEVIATIONS = 6.0
 _SMALLEST_OUTLIER = 0.005
 _FARTHEST = 30.0
-_IRREDUCIBLE_SHARE = 0.8
+_IRREDUCIBLE_FRACTION = 0.8
 _DISAGREEMENT = 1.25
 _WIDEST = 3.0
 _MOST_FAILED = 0.05
@@ -282,10 +282,10 @@ def _determination(fit: ScalingFit, targets: Array, level: float) -> Iterator[Fi
             f"factor of {ratio[worst]:.3g}",
             remedy="buy more runs, the largest budgets first (`paceline scaling design`)",
         )
-    if found.failed_share > _MOST_FAILED:
+    if found.failed_fraction > _MOST_FAILED:
         yield Finding(
             name="undetermined",
-            message=f"{found.failed_share:.0%} of the bootstrap replicates determine no surface",
+            message=f"{found.failed_fraction:.0%} of the bootstrap replicates determine no surface",
             remedy="add sizes and budgets farther apart",
         )
 
@@ -301,11 +301,11 @@ def _distance(fit: ScalingFit, targets: Array) -> Iterator[Finding]:
         remedy="confirm the law with one run at a tenth of the target before the target run",
     )
     surface = fit.parametric.surface
-    share = surface.irreducible / float(surface.optimal_loss(farthest))
-    if share > _IRREDUCIBLE_SHARE:
+    fraction = surface.irreducible / float(surface.optimal_loss(farthest))
+    if fraction > _IRREDUCIBLE_FRACTION:
         yield Finding(
             name="irreducible_dominates",
-            message=f"{share:.0%} of the loss predicted at {farthest:.3g} FLOPs is E, which no "
+            message=f"{fraction:.0%} of the loss predicted at {farthest:.3g} FLOPs is E, which no "
             "run comes near: an error in E goes into the prediction in full",
             remedy="trust N and D more than the loss; larger budgets pin E down",
         )

@@ -97,10 +97,10 @@ class LossSurface:
         return np.asarray((reducible_at_one / reducible) ** (1 / self.loss_exponent))
 
     def wasted_compute(self, compute: Numbers, parameters: Numbers) -> Array:
-        """Returns the share of `compute` wasted by a model with `parameters`.
+        """Returns the fraction of `compute` wasted by a model with `parameters`.
 
         The best model reaches the loss of a suboptimal one with less compute; the difference is
-        the waste, as a share of `compute`.
+        the waste, as a fraction of `compute`.
         """
         loss = self.loss(parameters, tokens_for(compute, parameters))
         # Rounding could give -0.00% at the optimum.

@@ -278,12 +278,12 @@ def draw_counts(sweep: Sweep, num_draws: int = DEFAULT_DRAWS, seed: int = 0) -> 
     return generator.multinomial(size, np.full(size, 1 / size), size=num_draws).astype(np.float64)
 
 
-def require_replicates(method: MethodName, share: float) -> None:
+def require_replicates(method: MethodName, fraction: float) -> None:
     """Raises an error if fewer than half of a method's replicates produce an answer."""
-    if share < _FEWEST_ANSWERS:
+    if fraction < _FEWEST_ANSWERS:
         raise UsageError(
-            f"{method}: only {share:.0%} of the bootstrap replicates give an answer, so it has no "
-            "interval; add runs at other sizes and budgets"
+            f"{method}: only {fraction:.0%} of the bootstrap replicates give an answer, so it has "
+            "no interval; add runs at other sizes and budgets"
         )
 
 

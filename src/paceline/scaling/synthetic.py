@@ -102,9 +102,9 @@ def synthetic_sweep(
     loss = true_loss(surface, parameters, tokens, departure) * factor
     curves: tuple[Curve, ...] = ()
     if with_curves:
-        shares = np.geomspace(0.01, 1.0, _NUM_CURVE_POINTS)
+        fractions = np.geomspace(0.01, 1.0, _NUM_CURVE_POINTS)
         curves = tuple(
-            Curve(tokens=total * shares, loss=surface.loss(size, total * shares) * own)
+            Curve(tokens=total * fractions, loss=surface.loss(size, total * fractions) * own)
             for size, total, own in zip(parameters, tokens, factor, strict=True)
         )
     return Sweep(parameters=parameters, tokens=tokens, loss=loss, compute=compute, curves=curves)

@@ -1,7 +1,6 @@
 """``paceline loop``: turns a FLOP budget into a trained model, and checks its predictions."""
 
 import dataclasses
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import tyro
 
 from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console, work_progress
 from paceline.cli.plan.options import UNNAMED_CONTEXT, ClusterOptions
+from paceline.cli.scaling import require_positive
 from paceline.cli.scaling.sweep import SweepProgress
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
@@ -70,9 +70,7 @@ class LoopCommand:
 
     def __post_init__(self) -> None:
         numbers = {"--budget": self.budget, "--exploration": self.exploration}
-        for flag, value in (numbers | {"--epochs": self.epochs}).items():
-            if not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
+        require_positive({**numbers, "--epochs": self.epochs})
         if self.at_once is not None and self.at_once < 1:
             raise UsageError("--at-once must be at least 1")
         if self.devices is not None and self.devices < 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from paceline.cli.output import OutputOptions, print_json, say, stderr_console, stdout_console
+from paceline.cli.scaling import require_positive
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ class SweepCommand:
 
     def __post_init__(self) -> None:
         numbers = {"--target": self.target, "--budget": self.budget, "--epochs": self.epochs}
-        for flag, value in numbers.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
+        require_positive(numbers)
         if self.ranks < 1 or (self.at_once is not None and self.at_once < 1):
             raise UsageError("--ranks and --at-once must be at least 1")
         if self.ray_address is not None and self.executor != "ray":

@@ -1,7 +1,6 @@
 """``paceline scaling``: extrapolates from the losses of small runs to the size of a large one."""
 
 import dataclasses
-import math
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.cli.output import OutputOptions, print_json, say, stdout_console, work_progress
+from paceline.cli.scaling import require_positive
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,12 +125,9 @@ class CheckCommand:
     def __post_init__(self) -> None:
         if self.parameters is None and self.coefficients is None:
             raise UsageError("nothing to check: give --parameters or --coefficients")
-        for flag, value in (
-            ("--budget", self.budget),
-            ("--parameters", self.parameters),
-            ("--tokens", self.tokens),
-        ):
-            _require_positive(flag, value)
+        require_positive(
+            {"--budget": self.budget, "--parameters": self.parameters, "--tokens": self.tokens}
+        )
 
     def run(self) -> int:
         """Prints the cost of the claim, and findings against it."""
@@ -180,7 +177,7 @@ class DesignCommand:
     def __post_init__(self) -> None:
         for flag, values in (("--sizes", self.sizes), ("--run-flops", self.run_flops)):
             for value in values:
-                _require_positive(flag, value)
+                require_positive({flag: value})
             if values and self.candidates is not None:
                 raise UsageError(f"{flag} and --candidates both list candidate runs; give one")
 
@@ -209,11 +206,6 @@ class DesignCommand:
             stdout_console().print(runs_table(records))
             sys.stdout.write(f"expected {describe_design(posterior, self.target)}\n")
         return 0
-
-
-def _require_positive(flag: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

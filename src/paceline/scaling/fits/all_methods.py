@@ -32,7 +32,7 @@ from paceline.scaling.fits.prediction import MethodFit
 from paceline.scaling.surface import Array
 from paceline.scaling.sweep import DEFAULT_DRAWS, MethodName, Sweep, draw_counts, trim_far_runs
 
-HELD_OUT_SHARE = 3
+_HELD_OUT_ONE_IN = 3
 """One in this many budgets is held out."""
 _FEWEST_FITTED = 3
 RUNS_REPEAT_TO = 0.003
@@ -155,7 +155,7 @@ def choose_method(sweep: Sweep) -> MethodChoice:
 def _hold_out(sweep: Sweep) -> tuple[Sweep, Sweep] | None:
     """Splits off the runs of the largest budgets; returns None if too few budgets would remain."""
     profiles = find_profiles(sweep)
-    num_held_out = min(max(1, len(profiles) // HELD_OUT_SHARE), len(profiles) - _FEWEST_FITTED)
+    num_held_out = min(max(1, len(profiles) // _HELD_OUT_ONE_IN), len(profiles) - _FEWEST_FITTED)
     if num_held_out < 1:
         return None
     index = sweep.budget_index

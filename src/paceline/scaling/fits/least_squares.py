@@ -78,7 +78,7 @@ def minimize(
         bounds: Lower and upper bounds of the coefficients; steps are clipped to them.
         max_steps: Maximum number of steps; rows that have not converged keep their best point.
         step_tolerance: A row converges if its step changes no coefficient by more than this.
-        gain_tolerance: A row also converges if its objective falls by less than this share.
+        gain_tolerance: A row also converges if its objective falls by less than this fraction.
         largest_step: Largest change of a coefficient in one step.
     """
     best = start.copy()

@@ -52,12 +52,12 @@ class SurfaceFit:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the residuals: the noise of a run, as a share of its loss."""
+        """Standard deviation of the residuals: the noise of a run, as a fraction of its loss."""
         freedom = max(len(self.residuals) - NUM_COEFFICIENTS, 1)
         return float(np.sqrt((self.residuals**2).sum() / freedom))
 
     @property
-    def failed_share(self) -> float:
+    def failed_fraction(self) -> float:
         """Share of the replicates that failed to determine a surface."""
         return float(1 - self.replicates.is_converged.mean())
 
@@ -138,7 +138,7 @@ def losses_of(fit: FittedSurfaces, parameters: Array | float, tokens: Array | fl
 KNEE = 1e-3
 _START_EXPONENTS = (0.1, 0.3, 0.6, 1.2)
 _START_FLOORS = (0.2, 0.6, 0.9)
-_START_SHARES = (0.2, 0.5, 0.8)
+_START_FRACTIONS = (0.2, 0.5, 0.8)
 _MAX_STEPS = 300
 _CONVERGED_GAIN = 1e-8
 _CONVERGED_STEP = 1e-7
@@ -182,11 +182,13 @@ def _starts(loss: Array) -> Array:
     """Returns rows of log E, log A, alpha, log B, beta, with N and D relative to their centres."""
     lowest, middle = float(loss.min()), float(np.median(loss))
     rows = []
-    for alpha, beta, floor, share in itertools.product(
-        _START_EXPONENTS, _START_EXPONENTS, _START_FLOORS, _START_SHARES
+    for alpha, beta, floor, fraction in itertools.product(
+        _START_EXPONENTS, _START_EXPONENTS, _START_FLOORS, _START_FRACTIONS
     ):
         reducible = middle - floor * lowest
-        log_e, log_a, log_b = np.log([floor * lowest, share * reducible, (1 - share) * reducible])
+        log_e, log_a, log_b = np.log(
+            [floor * lowest, fraction * reducible, (1 - fraction) * reducible]
+        )
         rows.append([log_e, log_a, alpha, log_b, beta])
     return np.array(rows)
 
@@ -264,7 +266,7 @@ class LackOfFit:
     chance: float
     """Probability of a pattern at least as strong if the surface were right."""
     size: float
-    """Root mean square of the pattern, as a share of the loss."""
+    """Root mean square of the pattern, as a fraction of the loss."""
     resembles: str
     """A cause that leaves a pattern like this, in words."""
 

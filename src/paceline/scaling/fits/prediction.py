@@ -162,8 +162,8 @@ def _crossing(logs: Array, excess: Array, edge: int, side: int) -> float:
     beyond = edge + side
     if not 0 <= beyond < len(logs):
         return float(np.exp(logs[edge]))
-    share = excess[edge] / (excess[edge] - excess[beyond])
-    return float(np.exp(logs[edge] + share * (logs[beyond] - logs[edge])))
+    fraction = excess[edge] / (excess[edge] - excess[beyond])
+    return float(np.exp(logs[edge] + fraction * (logs[beyond] - logs[edge])))
 
 
 def _profile_squares(sweep: Sweep, fit: SurfaceFit, compute: float, optima: Array) -> Array:
