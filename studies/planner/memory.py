@@ -21,7 +21,7 @@ from paceline.core.hardware import find_device
 from paceline.core.specs import ModelShape
 from paceline.core.units import GIB
 from paceline.planner.calibrations.cases import Case, group_cases
-from paceline.planner.calibrations.conventions import compute_dtype, device_name
+from paceline.planner.calibrations.framework_settings import compute_dtype, device_name
 from paceline.planner.published import PublishedRun, model_of, published_runs
 from paceline.predict.cost.framework_memory import (
     GB_OF_NVIDIA_SMI,

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from paceline.cli.plan.options import ClusterOptions
 from paceline.core.presets import find_preset
 from paceline.core.specs import DType
-from paceline.planner.search.advice import compare, front
+from paceline.planner.search.advice import compare, pareto_front
 from paceline.planner.search.budget import estimate_run
-from paceline.planner.search.choice import Choice
-from paceline.planner.search.search import SearchResult, search
+from paceline.planner.search.search import Candidate, SearchResult, search
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from studies.harness.study import study_parser
 
@@ -66,9 +65,9 @@ def _search(
 ) -> SearchResult:
     cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context, precision=precision)
     shape, experts = find_preset(model)
-    question = cluster.question(shape, devices, experts=experts)
-    costs = cluster.costs(of_experts=experts is not None)
-    return search(question, costs, top=8, peak_flops=cluster.peak_flops())
+    spec = cluster.spec(shape, devices, experts=experts)
+    performance = cluster.performance(of_experts=experts is not None)
+    return search(spec, performance, top=8, peak_flops=cluster.peak_flops())
 
 
 def example() -> Iterator[Record]:
@@ -81,7 +80,7 @@ def example() -> Iterator[Record]:
 def pareto() -> Iterator[Record]:
     """Yields the best layout for each number of devices."""
     result = _search("llama3-70B", 64, 4 * 2**20, 8192)
-    for point in front(result.question, result.costs):
+    for point in pareto_front(result.spec, result.performance):
         record = _record("front", "llama3-70B", point.devices, result, point.choice, 1, tokens=1e12)
         record.case["on_front"] = point.on_front
         yield record
@@ -105,7 +104,7 @@ def _beside(
     measured_s: float,
 ) -> Iterator[Record]:
     """Yields the search's best layout, then a published layout, predicted and measured."""
-    other = compare(asked, result.best, result.question, result.costs, peak)
+    other = compare(asked, result.best, result.spec, result.performance, peak)
     for rank, choice in enumerate((result.best, other.other), start=1):
         record = _record(study, model, devices, result, choice, rank, tokens=1e12)
         if rank > 1:
@@ -134,7 +133,7 @@ def llama3() -> Iterator[Record]:
     for devices, batch_tokens, context, asked, measured in LLAMA3:
         result = _search("llama3-405B", devices, batch_tokens, context)
         peak = ClusterOptions().peak_flops()
-        other = compare(asked, result.best, result.question, result.costs, peak)
+        other = compare(asked, result.best, result.spec, result.performance, peak)
         best = _record(
             "Llama 3", "llama3-405B", devices, result, result.best, 1, tokens=LLAMA3_TOKENS
         )
@@ -160,14 +159,14 @@ def _record(
     model: str,
     devices: int,
     result: SearchResult,
-    choice: Choice,
+    choice: Candidate,
     rank: int,
     *,
     tokens: float,
 ) -> Record:
-    question, time = result.question, choice.step_time_s
+    spec, time = result.spec, choice.step_time_s
     run = estimate_run(
-        choice, question.shape, tokens=tokens, held_devices=devices, experts=question.experts
+        choice, spec.shape, tokens=tokens, held_devices=devices, experts=spec.experts
     )
     values = {
         "mfu": choice.mfu,
@@ -191,11 +190,11 @@ def _record(
             "model": model,
             "device": "h100-sxm",
             "devices": devices,
-            "batch_tokens": question.tokens_per_step,
-            "context": question.context_length,
+            "batch_tokens": spec.tokens_per_step,
+            "context": spec.context_length,
             "rank": rank,
             "layout": choice.name,
-            "calibration": result.costs.name,
+            "calibration": result.performance.name,
             "bound": choice.bound,
             "num_devices_used": choice.devices,
         },

@@ -29,9 +29,9 @@ def measure(
 ) -> tuple[int, dict[str, float]]:
     """Returns the number of candidates, and the cost of their search."""
     cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context)
-    question, costs = cluster.question(model_preset(model), devices), cluster.costs()
+    spec, performance = cluster.spec(model_preset(model), devices), cluster.performance()
     began, processor = time.perf_counter(), time.process_time()
-    result = search(question, costs)
+    result = search(spec, performance)
     processor, elapsed = time.process_time() - processor, time.perf_counter() - began
     return result.num_candidates, {
         "fitting_layouts": result.num_fitting,

@@ -28,7 +28,7 @@ def needs_mesh(layout: ParallelLayout) -> bool:
     return is_hybrid or layout.tensor * layout.context * layout.pipeline > 1
 
 
-def refusals(layout: ParallelLayout, work: Work) -> list[str]:
+def unsupported_reasons(layout: ParallelLayout, work: Work) -> list[str]:
     """Returns the reasons why a layout cannot run, with figures; empty if it can."""
     return [
         *_refused_techniques(layout),
@@ -40,7 +40,7 @@ def refusals(layout: ParallelLayout, work: Work) -> list[str]:
 
 def require_runnable(layout: ParallelLayout, work: Work, where: str) -> None:
     """Raises a `UsageError`, which names `where` the layout is requested, if it cannot run."""
-    if reasons := refusals(layout, work):
+    if reasons := unsupported_reasons(layout, work):
         raise UsageError(
             f"{where}: {'; '.join(reasons)}; paceline plan search --runnable finds a layout that "
             "runs"

@@ -29,10 +29,10 @@ from paceline.loop.sweep_design import (
 )
 from paceline.loop.sweep_rules import Rule
 from paceline.planner.goodput.scenario import DAY_S
-from paceline.planner.search.advice import Change, variations, what_helps
+from paceline.planner.search.advice import Change, sensitivity, variations
 from paceline.planner.search.budget import RunEstimate, estimate_run
 from paceline.planner.search.search import SearchResult, search
-from paceline.planner.search.spec import Costs, SearchQuestion
+from paceline.planner.search.spec import PerformanceModel, SearchSpec
 from paceline.records.schema import with_interval
 from paceline.reports.tables.table import Table
 from paceline.scaling.candidates import learn_from
@@ -117,10 +117,10 @@ def plan_on_cluster(
     budget: float,
     exploration: float,
     context_length: int,
-    ask: Callable[[ModelShape, int], SearchQuestion],
-    costs: Costs,
+    ask: Callable[[ModelShape, int], SearchSpec],
+    performance: PerformanceModel,
     *,
-    lower_precision: Costs | None,
+    lower_precision: PerformanceModel | None,
     peak_flops: float,
     price: float | None,
     device_interval_h: float,
@@ -138,7 +138,7 @@ def plan_on_cluster(
     shape = cluster_shape(best, context_length)
     tokens = budget / flops_per_token(shape, context_length).model
     question = ask(shape, suggested_batch_tokens(tokens))
-    found = search(question, costs, peak_flops=peak_flops)
+    found = search(question, performance, peak_flops=peak_flops)
     run = estimate_run(
         found.best,
         shape,
@@ -147,7 +147,7 @@ def plan_on_cluster(
         price=price,
         device_interval_h=device_interval_h,
     )
-    offered = variations(found.best, question, costs, lower_precision)
+    offered = variations(found.best, question, performance, lower_precision)
     asked = SweepSpec(
         target=budget,
         largest=exploration * budget / COST_OF_LARGEST,
@@ -167,7 +167,7 @@ def plan_on_cluster(
         sweep_flops=exploration * budget,
         found=found,
         run=run,
-        changes=what_helps(found.best, question, offered),
+        changes=sensitivity(found.best, question, offered),
     )
 
 
@@ -205,7 +205,7 @@ def cluster_table(plan: ClusterPlan, in_time: bool | None) -> Table:
             "plan",
             f"{best.name}; step {with_interval(best.step_time_s, format_seconds)}, MFU "
             f"{best.mfu or 0:.1%}, {1 - best.headroom:.0%} of a device's memory",
-            plan.found.costs.note,
+            plan.found.performance.note,
         ),
         (
             "train",
@@ -224,5 +224,5 @@ def cluster_table(plan: ClusterPlan, in_time: bool | None) -> Table:
     return Table(
         headers=("stage", "decision", "where it comes from"),
         rows=rows,
-        caption=f"{plan.budget:.3g} FLOPs on {plan.found.question.num_devices:,} devices, on paper",
+        caption=f"{plan.budget:.3g} FLOPs on {plan.found.spec.num_devices:,} devices, on paper",
     )

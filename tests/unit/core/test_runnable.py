@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
-from paceline.core.runnable import Work, needs_mesh, refusals, require_runnable
+from paceline.core.runnable import Work, needs_mesh, require_runnable, unsupported_reasons
 from paceline.core.specs import ModelShape
 
 WORK = Work(
@@ -42,7 +42,7 @@ WORK = Work(
     ],
 )
 def test_reasons(layout: ParallelLayout, reasons: list[str]) -> None:
-    found = refusals(layout, WORK)
+    found = unsupported_reasons(layout, WORK)
     assert len(found) == len(reasons)
     assert all(part in reason for part, reason in zip(reasons, found, strict=True))
 
@@ -51,8 +51,8 @@ def test_sequence_parallelism_splits_what_a_context_rank_has() -> None:
     shape = dataclasses.replace(WORK.shape, d_ff=96)
     work = dataclasses.replace(WORK, shape=shape)
     layout = ParallelLayout(tensor=4, context=8, sequence_parallel=True)
-    assert refusals(layout, work) == ["tensor 4 does not divide 6 tokens of a sequence"]
-    assert not refusals(dataclasses.replace(layout, sequence_parallel=False), work)
+    assert unsupported_reasons(layout, work) == ["tensor 4 does not divide 6 tokens of a sequence"]
+    assert not unsupported_reasons(dataclasses.replace(layout, sequence_parallel=False), work)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_sequence_parallelism_splits_what_a_context_rank_has() -> None:
 def test_micro_batches_of_a_pipeline(passes: int, interleave: int, reason: str | None) -> None:
     layout = ParallelLayout(pipeline=2, pipeline_interleave=interleave)
     work = dataclasses.replace(WORK, num_micro_batches=passes)
-    assert refusals(layout, work) == ([] if reason is None else [reason])
+    assert unsupported_reasons(layout, work) == ([] if reason is None else [reason])
 
 
 def test_a_refusal_names_where_and_what_to_do() -> None:

@@ -14,7 +14,7 @@ from paceline.core.units import parse_bytes, parse_quantity, parse_rate
 
 if TYPE_CHECKING:
     from paceline.planner.calibrations.calibration import FrameworkCalibration
-    from paceline.planner.search.spec import Costs, SearchQuestion
+    from paceline.planner.search.spec import PerformanceModel, SearchSpec
 
 
 _BINARY = {"k": 2**10, "m": 2**20}
@@ -114,24 +114,24 @@ class ClusterOptions:
 
         return self.device_interval_h or LLAMA3_DEVICE_INTERVAL_H
 
-    def question(
+    def spec(
         self,
         shape: ModelShape,
         num_devices: int,
         *,
         experts: Experts | None = None,
         runnable: bool = False,
-    ) -> "SearchQuestion":
-        """Returns the question for the search."""
-        from paceline.planner.calibrations.conventions import Conventions
-        from paceline.planner.search.spec import SearchQuestion, training_precision
+    ) -> "SearchSpec":
+        """Returns the spec for the search."""
+        from paceline.planner.calibrations.framework_settings import FrameworkSettings
+        from paceline.planner.search.spec import SearchSpec, training_precision
         from paceline.predict.cost.framework_memory import PLAIN, find_framework_memory
 
         calibration = self._calibration(self.precision, of_experts=experts is not None)
-        conventions, beyond = Conventions(shards_context=runnable), PLAIN
+        framework_settings, beyond = FrameworkSettings(shards_context=runnable), PLAIN
         precision = training_precision(self.precision, autocast=runnable)
         if calibration is not None and not runnable:
-            conventions = calibration.conventions
+            framework_settings = calibration.framework_settings
             beyond = find_framework_memory(calibration.framework, calibration.precision)
             precision = calibration.training_precision
         context = self.context or shape.max_context_length
@@ -140,11 +140,11 @@ class ClusterOptions:
         memory = self.find().memory_bytes.value
         if self.memory is not None:
             memory = parse_bytes(self.memory)
-        return SearchQuestion(
+        return SearchSpec(
             shape=shape,
             experts=experts,
             precision=precision,
-            conventions=conventions,
+            framework_settings=framework_settings,
             framework_memory=beyond,
             context_length=context,
             global_batch=parse_batch_tokens(self.batch_tokens, context),
@@ -155,27 +155,29 @@ class ClusterOptions:
             runnable=runnable,
         )
 
-    def costs(self, precision: DType | None = None, *, of_experts: bool = False) -> "Costs":
+    def performance(
+        self, precision: DType | None = None, *, of_experts: bool = False
+    ) -> "PerformanceModel":
         """Returns the throughput of devices and links, for matmuls in the given precision."""
-        from paceline.planner.search.spec import assumed_costs, calibrated_costs
+        from paceline.planner.search.spec import assumed_performance, calibrated_performance
 
         dtype = precision or self.precision
         calibration = self._calibration(dtype, of_experts=of_experts)
         if calibration is None:
-            costs = assumed_costs(self.find(), dtype, of_experts=of_experts)
+            performance = assumed_performance(self.find(), dtype, of_experts=of_experts)
         else:
-            costs = calibrated_costs(calibration)
-        costs = costs.with_hosts(self.devices_per_host)
+            performance = calibrated_performance(calibration)
+        performance = performance.with_hosts(self.devices_per_host)
         if self.network is not None:
-            costs = costs.with_network(parse_rate(self.network) / 8)
-        return costs
+            performance = performance.with_network(parse_rate(self.network) / 8)
+        return performance
 
     def peak_flops(self) -> float:
         """Returns the nominal peak FLOP/s of matmuls."""
         return self.find().peak(self.precision).value
 
-    def lower_precision(self, *, of_experts: bool = False) -> "Costs | None":
-        """Returns the costs of float8 matmuls; None if that is not lower, or not supported."""
+    def lower_precision(self, *, of_experts: bool = False) -> "PerformanceModel | None":
+        """Returns the performance in float8; None if that is not lower, or not supported."""
         is_lower = self.precision in ("bfloat16", "float16")
         if not is_lower or "float8" not in self.find().peak_flops:
             return None
@@ -184,7 +186,7 @@ class ClusterOptions:
             self._calibration(dtype, of_experts=of_experts) for dtype in ("float8", "bfloat16")
         )
         has_own = in_float8 is not None or in_half is None
-        return self.costs("float8", of_experts=of_experts) if has_own else None
+        return self.performance("float8", of_experts=of_experts) if has_own else None
 
     def _calibration(
         self, dtype: DType, *, of_experts: bool = False

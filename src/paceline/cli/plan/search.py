@@ -28,7 +28,7 @@ from paceline.core.presets import (
     preset_names,
     preset_spelling,
 )
-from paceline.core.runnable import Work, refusals
+from paceline.core.runnable import Work, unsupported_reasons
 from paceline.core.specs import ModelShape
 
 if TYPE_CHECKING:
@@ -78,30 +78,28 @@ class SearchCommand:
 
     def run(self) -> int:
         """Searches and prints the best layouts."""
-        from paceline.planner.search.advice import compare, variations, what_helps
+        from paceline.planner.search.advice import compare, sensitivity, variations
         from paceline.planner.search.search import search
 
         shape, experts = find_preset(self.model)
         mixture = experts is not None
-        question = self.cluster.question(
-            shape, self.devices, experts=experts, runnable=self.runnable
-        )
-        costs, peak = self.cluster.costs(of_experts=mixture), self.cluster.peak_flops()
+        spec = self.cluster.spec(shape, self.devices, experts=experts, runnable=self.runnable)
+        performance, peak = self.cluster.performance(of_experts=mixture), self.cluster.peak_flops()
         tokens = None if self.tokens is None else parse_count(self.tokens, "tokens", "1e12 or 15T")
         with work_progress("searching all layouts"):
-            result = search(question, costs, top=self.top, peak_flops=peak)
+            result = search(spec, performance, top=self.top, peak_flops=peak)
         runs = (
             None
             if tokens is None
             else [self._run_of(result, place, tokens) for place in range(len(result.choices))]
         )
-        compared = [compare(each, result.best, question, costs, peak) for each in self.compare]
+        compared = [compare(each, result.best, spec, performance, peak) for each in self.compare]
         changes: list[Change] = []
         if self.advice:
             lower = self.cluster.lower_precision(of_experts=mixture)
-            offered = list(variations(result.best, question, costs, lower))
+            offered = list(variations(result.best, spec, performance, lower))
             with work_progress("searching what would help", len(offered)) as done:
-                changes = what_helps(result.best, question, offered, done)
+                changes = sensitivity(result.best, spec, offered, done)
         if self.output.json:
             self._print_json(result, runs, compared, changes)
         else:
@@ -117,12 +115,12 @@ class SearchCommand:
 
         return estimate_run(
             result.choices[place],
-            result.question.shape,
+            result.spec.shape,
             tokens=tokens,
             held_devices=self.devices,
             price=self.cluster.price,
             device_interval_h=self.cluster.failure_interval_h,
-            experts=result.question.experts,
+            experts=result.spec.experts,
         )
 
     def _print_tables(
@@ -140,7 +138,7 @@ class SearchCommand:
         )
 
         console = stdout_console()
-        notes = [*([] if runs is None else run_lines(runs[0])), result.costs.note]
+        notes = [*([] if runs is None else run_lines(runs[0])), result.performance.note]
         if self.runnable:
             notes.append("These rates are not those of paceline train: measure, or use plan step.")
         console.print(search_table(result, runs, notes))
@@ -164,7 +162,7 @@ class SearchCommand:
                 "model": self.model,
                 "devices": self.devices,
                 "device": self.cluster.device,
-                "calibration": result.costs.name,
+                "calibration": result.performance.name,
                 "candidates": result.num_candidates,
                 "fitting": result.num_fitting,
                 "elapsed_s": result.elapsed_s,
@@ -182,15 +180,15 @@ class SearchCommand:
             print_json({"kind": "change", "change": change})
 
     def _draw(self, result: "SearchResult", tokens: float | None) -> None:
-        from paceline.planner.search.advice import front
+        from paceline.planner.search.advice import pareto_front
         from paceline.reports.plots.planning import front_marks, plot_front
         from paceline.reports.plots.style import save_as
 
         with work_progress("searching fewer and more devices"):
-            points: list[FrontPoint] = front(result.question, result.costs)
+            points: list[FrontPoint] = pareto_front(result.spec, result.performance)
         shown = 1e12 if tokens is None else tokens
         subtitle = (
-            f"{self.model}, {shown:.3g} tokens, batch of {result.question.tokens_per_step:,}, "
+            f"{self.model}, {shown:.3g} tokens, batch of {result.spec.tokens_per_step:,}, "
             f"{self.cluster.device}: the best layout of each number of devices"
         )
         assert self.figure is not None
@@ -200,14 +198,14 @@ class SearchCommand:
         from paceline.planner.search.exports import write_exports
 
         assert self.out is not None
-        best, question = result.best, result.question
+        best, spec = result.best, result.spec
         work = Work(
-            shape=question.shape,
-            context_length=question.context_length,
+            shape=spec.shape,
+            context_length=spec.context_length,
             num_micro_batches=best.batch.accumulation_steps,
         )
-        runs = question.experts is None and not refusals(best.layout, work)
-        paths = write_exports(self.out, best, question, self.cluster.device, is_runnable=runs)
+        runs = spec.experts is None and not unsupported_reasons(best.layout, work)
+        paths = write_exports(self.out, best, spec, self.cluster.device, is_runnable=runs)
         say(f"wrote {', '.join(map(str, paths))}")
 
 
@@ -235,10 +233,10 @@ class BudgetCommand:
         flops = parse_count(self.flops, "flops", "1e24")
         days = parse_days(self.deadline)
         shape = self._shape(flops)
-        costs = self.cluster.costs()
+        performance = self.cluster.performance()
         found = plan_budget(
-            self.cluster.question(shape, self.cluster.devices_per_host),
-            costs,
+            self.cluster.spec(shape, self.cluster.devices_per_host),
+            performance,
             flops=flops,
             deadline_days=days,
             peak_flops=self.cluster.peak_flops(),
@@ -251,7 +249,9 @@ class BudgetCommand:
             from paceline.reports.tables.planning import budget_table
 
             stdout_console().print(
-                budget_table(found, self._model_text(shape), self.cluster.device, (costs.note,))
+                budget_table(
+                    found, self._model_text(shape), self.cluster.device, (performance.note,)
+                )
             )
         return 0
 

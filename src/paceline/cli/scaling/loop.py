@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.loop.executors import Executor
     from paceline.loop.sweep import SweepRunner
     from paceline.loop.sweep_directory import SweepDirectory, SweepState
-    from paceline.planner.search.spec import SearchQuestion
+    from paceline.planner.search.spec import SearchSpec
     from paceline.training.config import RunConfig
 
 _CALIBRATION_S = 20.0
@@ -201,11 +201,11 @@ class LoopCommand:
 
         cluster = self.cluster
 
-        def ask(shape: ModelShape, batch_tokens: int) -> "SearchQuestion":
+        def ask(shape: ModelShape, batch_tokens: int) -> "SearchSpec":
             if cluster.batch_tokens != _BY_LAW:
-                return cluster.question(shape, devices)
+                return cluster.spec(shape, devices)
             asked = dataclasses.replace(cluster, batch_tokens=str(batch_tokens))
-            return asked.question(shape, devices)
+            return asked.spec(shape, devices)
 
         with work_progress("searching layouts"):
             plan = plan_on_cluster(
@@ -213,7 +213,7 @@ class LoopCommand:
                 self.exploration,
                 cluster.context or UNNAMED_CONTEXT,
                 ask,
-                cluster.costs(),
+                cluster.performance(),
                 lower_precision=cluster.lower_precision(),
                 peak_flops=cluster.peak_flops(),
                 price=cluster.price,
@@ -224,7 +224,7 @@ class LoopCommand:
             row |= {"parameters": plan.parameters, "loss": plan.loss, "shape": plan.shape}
             row |= {"tokens": plan.tokens, "layout": plan.found.best, "run": plan.run}
             row |= {"sweep_flops": plan.sweep_flops, "sweep_days": plan.sweep_days}
-            print_json(row | {"wasted": plan.wasted, "source": plan.found.costs.note})
+            print_json(row | {"wasted": plan.wasted, "source": plan.found.performance.note})
             return 0
         console = stdout_console()
         console.print(cluster_table(plan, in_time(plan, self._deadline_s)))

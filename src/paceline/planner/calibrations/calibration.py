@@ -15,7 +15,11 @@ import numpy.typing as npt
 
 from paceline.accounting.intervals import conformal_quantile
 from paceline.core.specs import Precision
-from paceline.planner.calibrations.conventions import Conventions, conventions, training_precision
+from paceline.planner.calibrations.framework_settings import (
+    FrameworkSettings,
+    framework_settings,
+    training_precision,
+)
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.layouts import Layouts, Workload
 
@@ -58,9 +62,9 @@ class FrameworkCalibration:
     """Fitted constants. Shares are fractions of the vendor's stated figures."""
 
     @property
-    def conventions(self) -> Conventions:
-        """The framework's conventions for running a step."""
-        return conventions(self.framework)
+    def framework_settings(self) -> FrameworkSettings:
+        """The framework's settings for running a step."""
+        return framework_settings(self.framework)
 
     @property
     def of_experts(self) -> bool:

@@ -1,7 +1,7 @@
 """Converts measured runs to the cost model's input: arrays of layouts, in groups.
 
 A row can be predicted if it states the model's dimensions, devices, batch, layout and step time.
-The framework's conventions supply missing values, including the micro-batch. A row is not predicted
+The framework's settings supply missing values, including the micro-batch. A row is not predicted
 if its axes do not multiply to its devices, or if its batch does not divide evenly.
 """
 
@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.specs import ModelShape
-from paceline.planner.calibrations.conventions import (
+from paceline.planner.calibrations.framework_settings import (
     compute_dtype,
-    conventions,
     device_name,
     family,
+    framework_settings,
     training_precision,
 )
 from paceline.planner.published import PublishedRun, model_of
@@ -120,7 +120,7 @@ def _case(run: PublishedRun) -> Case | None:
         return None
     if run.context_length is None or run.global_batch is None:
         return None
-    micro_batch = run.micro_batch or conventions(run.framework).usual_micro_batch(run)
+    micro_batch = run.micro_batch or framework_settings(run.framework).usual_micro_batch(run)
     passes, left_over = divmod(run.global_batch, micro_batch * run.data)
     if left_over or not passes:
         return None
@@ -145,7 +145,7 @@ def variation(run: PublishedRun) -> str:
 
 def checkpointing(run: PublishedRun) -> int:
     """Returns the run's recomputation mode as its number in `CHECKPOINTING`."""
-    recompute = run.recompute or conventions(run.framework).recompute
+    recompute = run.recompute or framework_settings(run.framework).recompute
     if recompute in CHECKPOINTING:
         return CHECKPOINTING[recompute]
     return CHECKPOINTING["selective"]
@@ -157,7 +157,7 @@ def _group(cases: list[Case], index: list[int]) -> CaseGroup:
 
     runs = [case.run for case in cases]
     first = cases[0]
-    common = conventions(first.run.framework)
+    common = framework_settings(first.run.framework)
     stage = numbers(*(run.zero or 0 for run in runs))
     data = numbers(*(run.data or 1 for run in runs))
     stated = numbers(*(run.shard or run.data or 1 for run in runs))

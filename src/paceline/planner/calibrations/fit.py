@@ -30,7 +30,7 @@ from paceline.planner.calibrations.parameters import (
     require_device,
     terms_of,
 )
-from paceline.predict.cost.cluster import Cluster, MeasuredCells, cell_of
+from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, cell_of
 from paceline.predict.cost.step_time import step_time
 
 NOISE = 0.03
@@ -48,7 +48,7 @@ class Fit:
     values: Mapping[str, float]
     offsets: Mapping[Variant, float]
     """Log ratio of a variant's matmul share to the shared one."""
-    cells: MeasuredCells | None = None
+    cells: MeasuredCorrections | None = None
 
     def constants(self, variant: Variant) -> dict[str, float]:
         """Returns the constants of one variant."""
@@ -143,7 +143,7 @@ def fit_cases(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERMS) -> F
         tokens = group.workload.tokens / group.layouts.context
         width = group.workload.shape.d_model
         cells[group.index] = cell_of(tokens, width, group.layouts.tensor)
-    return dataclasses.replace(fit, cells=MeasuredCells.of(cells, ratios))
+    return dataclasses.replace(fit, cells=MeasuredCorrections.of(cells, ratios))
 
 
 def held_out_by(cases: Sequence[Case]) -> list[str]:

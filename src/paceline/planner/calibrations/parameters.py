@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from paceline.core.errors import HardwareError
 from paceline.core.hardware import find_device, known_devices
-from paceline.predict.cost.cluster import Cluster, MeasuredCells, Tier, Tiers
+from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, Tier, Tiers
 
 _DTYPES = ("bfloat16", "float16", "float8", "float4")
 
@@ -147,7 +147,7 @@ def cluster_of(
     device: DeviceFigures,
     dtype: str,
     *,
-    cells: MeasuredCells | None = None,
+    cells: MeasuredCorrections | None = None,
 ) -> Cluster:
     """Returns the cluster that constants describe on a device. Missing terms are disabled."""
     half = device.half_flops_per_s

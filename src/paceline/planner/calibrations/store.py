@@ -12,9 +12,9 @@ import msgspec
 
 from paceline.core.errors import DataError, UsageError, did_you_mean
 from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual
-from paceline.planner.calibrations.conventions import device_name
+from paceline.planner.calibrations.framework_settings import device_name
 from paceline.planner.calibrations.parameters import cluster_of, require_device
-from paceline.predict.cost.cluster import MeasuredCells
+from paceline.predict.cost.cluster import MeasuredCorrections
 
 _DATA = pathlib.Path(__file__).parents[1] / "data" / "calibrations.jsonl"
 
@@ -120,8 +120,8 @@ def _load(stored: _Stored) -> FrameworkCalibration:
     )
 
 
-def _cells(stored: _Stored) -> MeasuredCells | None:
-    return None if stored.cells is None else MeasuredCells(entries=tuple(stored.cells))
+def _cells(stored: _Stored) -> MeasuredCorrections | None:
+    return None if stored.cells is None else MeasuredCorrections(entries=tuple(stored.cells))
 
 
 def _dump(calibration: FrameworkCalibration) -> _Stored:

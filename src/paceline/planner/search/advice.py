@@ -7,20 +7,19 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from paceline.planner.search.choice import Choice
-from paceline.planner.search.search import NoLayoutError, find_best, search
-from paceline.planner.search.spec import Costs, SearchQuestion, parse_fixed
+from paceline.planner.search.search import Candidate, NoLayoutError, find_best, search
+from paceline.planner.search.spec import PerformanceModel, SearchSpec, parse_fixed
 
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variation:
-    """A question and costs with one change."""
+    """A spec and performance with one change."""
 
     what: str
-    question: SearchQuestion
-    costs: Costs
+    spec: SearchSpec
+    performance: PerformanceModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class Change:
     """One change and its effect."""
 
     what: str
-    choice: Choice
+    choice: Candidate
     speedup: float
     """Tokens per second relative to the best layout without the change."""
     device_hours: float
@@ -40,7 +39,7 @@ class FrontPoint:
     """The best layout for one number of devices."""
 
     devices: int
-    choice: Choice
+    choice: Candidate
     seconds_per_token: float
     device_seconds_per_token: float
     on_front: bool
@@ -48,45 +47,48 @@ class FrontPoint:
 
 
 def variations(
-    best: Choice, question: SearchQuestion, costs: Costs, lower_precision: Costs | None = None
+    best: Candidate,
+    spec: SearchSpec,
+    performance: PerformanceModel,
+    lower_precision: PerformanceModel | None = None,
 ) -> Iterator[Variation]:
-    """Yields possible changes to the question or the costs.
+    """Yields possible changes to the spec or the performance.
 
     Args:
         best: The best layout without changes.
-        question: The original question.
-        costs: Achieved rates of devices and links.
-        lower_precision: Costs with matmuls in the next lower precision, if devices support one.
+        spec: The original spec.
+        performance: Achieved rates of devices and links.
+        lower_precision: The same in the next lower precision, if devices support one.
     """
 
     def asked(what: str, **changes: object) -> Variation:
         return Variation(
             what=what,
-            question=dataclasses.replace(question, **changes),  # type: ignore[arg-type]
-            costs=costs,
+            spec=dataclasses.replace(spec, **changes),  # type: ignore[arg-type]
+            performance=performance,
         )
 
-    count, batch = question.num_devices, question.global_batch
+    count, batch = spec.num_devices, spec.global_batch
     yield asked(f"{2 * count:,} devices", num_devices=2 * count)
     if count > 1:
         yield asked(f"{count // 2:,} devices", num_devices=count // 2)
-    tokens = 2 * batch * question.context_length
+    tokens = 2 * batch * spec.context_length
     yield asked(f"a batch twice as large ({tokens / 2**20:.3g}M tokens)", global_batch=2 * batch)
     if lower_precision is not None:
         name = "float8 matmuls"
-        yield Variation(what=name, question=question, costs=lower_precision)
-    if count > question.devices_per_host:
-        faster = costs.with_network(2 * costs.network_bytes_per_s)
-        yield Variation(what="a network twice as fast", question=question, costs=faster)
-    yield asked("twice the memory per device", memory_bytes=2 * question.memory_bytes)
+        yield Variation(what=name, spec=spec, performance=lower_precision)
+    if count > spec.devices_per_host:
+        faster = performance.with_network(2 * performance.network_bytes_per_s)
+        yield Variation(what="a network twice as fast", spec=spec, performance=faster)
+    yield asked("twice the memory per device", memory_bytes=2 * spec.memory_bytes)
     larger = 2 * best.batch.num_sequences
     if best.batch.accumulation_steps % 2 == 0:
         yield asked(f"micro-batches of {larger}", fixed={"micro_batch": larger})
 
 
-def what_helps(
-    best: Choice,
-    question: SearchQuestion,
+def sensitivity(
+    best: Candidate,
+    spec: SearchSpec,
     offered: Iterable[Variation],
     done: Callable[[], None] = lambda: None,
 ) -> list[Change]:
@@ -96,12 +98,12 @@ def what_helps(
     """
     changes = []
     for variation in offered:
-        found = find_best(variation.question, variation.costs)
+        found = find_best(variation.spec, variation.performance)
         done()
         if found is None:
             continue
         speedup = found.tokens_per_s / best.tokens_per_s
-        more_devices = variation.question.num_devices / question.num_devices
+        more_devices = variation.spec.num_devices / spec.num_devices
         changes.append(
             Change(
                 what=variation.what,
@@ -113,25 +115,22 @@ def what_helps(
     return sorted(changes, key=lambda change: -change.speedup)
 
 
-def front(
-    question: SearchQuestion, costs: Costs, peak_flops: float | None = None
+def pareto_front(
+    spec: SearchSpec,
+    performance: PerformanceModel,
+    counts: Sequence[int] | None = None,
+    peak_flops: float | None = None,
 ) -> list[FrontPoint]:
-    """Returns the best layouts for 1/8 to 8 times the number of devices."""
-    counts = [
-        math.floor(question.num_devices * factor)
-        for factor in _FACTORS
-        if question.num_devices * factor >= 1
-    ]
-    return pareto(question, costs, sorted(set(counts)), peak_flops)
+    """Returns the best layout for each device count that has one, marking the Pareto front.
 
-
-def pareto(
-    question: SearchQuestion, costs: Costs, counts: Sequence[int], peak_flops: float | None = None
-) -> list[FrontPoint]:
-    """Returns the best layout for each device count that has one, marking the Pareto front."""
-    found: list[tuple[int, Choice]] = []
+    Without `counts`, there are 1/8 to 8 times as many devices as in the spec.
+    """
+    if counts is None:
+        multiples = {math.floor(spec.num_devices * factor) for factor in _FACTORS}
+        counts = sorted(multiples - {0})
+    found: list[tuple[int, Candidate]] = []
     for count in counts:
-        best = find_best(dataclasses.replace(question, num_devices=count), costs, peak_flops)
+        best = find_best(dataclasses.replace(spec, num_devices=count), performance, peak_flops)
         if best is not None:
             found.append((count, best))
     times = [1 / choice.tokens_per_s for _, choice in found]
@@ -157,8 +156,8 @@ class Comparison:
 
     asked: str
     """The given fields, as text."""
-    best: Choice
-    other: Choice
+    best: Candidate
+    other: Candidate
     """The fastest layout with these fields that fits, or the fastest of all if none fits."""
     least_bytes: float | None = None
     """Peak memory of the smallest layout with these fields, if none fits a device; else None."""
@@ -188,7 +187,7 @@ class Comparison:
         return f"a step takes {self.slowdown:.0%} longer, most of it {worst} ({share:+.0%})"
 
 
-def not_told_apart(found: Sequence[Choice]) -> int:
+def not_told_apart(found: Sequence[Candidate]) -> int:
     """Returns the number of leading choices whose intervals overlap that of the best."""
     best = found[0].step_time_s
     most = best.value if best.high is None else best.high
@@ -200,7 +199,11 @@ def not_told_apart(found: Sequence[Choice]) -> int:
 
 
 def compare(
-    asked: str, best: Choice, question: SearchQuestion, costs: Costs, peak_flops: float | None
+    asked: str,
+    best: Candidate,
+    spec: SearchSpec,
+    performance: PerformanceModel,
+    peak_flops: float | None,
 ) -> Comparison:
     """Compares the best layout with the best one that has the given fields.
 
@@ -209,17 +212,17 @@ def compare(
     Args:
         asked: Fields such as ``tp=8,pp=2``.
         best: The chosen layout.
-        question: The search question.
-        costs: Achieved rates of devices and links.
+        spec: The search spec.
+        performance: Achieved rates of devices and links.
         peak_flops: Stated peak FLOP/s of a device.
     """
-    fixed = dataclasses.replace(question, fixed=parse_fixed(asked))
+    fixed = dataclasses.replace(spec, fixed=parse_fixed(asked))
     try:
-        other = search(fixed, costs, top=1, peak_flops=peak_flops).best
+        other = search(fixed, performance, top=1, peak_flops=peak_flops).best
     except NoLayoutError as error:
         # This search raises again if no layout divides the work.
         unlimited = dataclasses.replace(fixed, memory_bytes=math.inf)
-        fastest = search(unlimited, costs, top=1, peak_flops=peak_flops).best
-        other = dataclasses.replace(fastest, capacity_bytes=question.memory_bytes)
+        fastest = search(unlimited, performance, top=1, peak_flops=peak_flops).best
+        other = dataclasses.replace(fastest, capacity_bytes=spec.memory_bytes)
         return Comparison(asked=asked, best=best, other=other, least_bytes=error.least_bytes)
     return Comparison(asked=asked, best=best, other=other)

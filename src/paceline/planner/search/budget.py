@@ -18,9 +18,8 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import Experts, ModelShape
 from paceline.planner.goodput.options import CONSTANTS, LLAMA3_DEVICE_INTERVAL_H, options
 from paceline.planner.goodput.scenario import DAY_S, DEVICES_PER_HOST, HOUR_S, Scenario
-from paceline.planner.search.choice import Choice
-from paceline.planner.search.search import find_best
-from paceline.planner.search.spec import Costs, SearchQuestion
+from paceline.planner.search.search import Candidate, find_best
+from paceline.planner.search.spec import PerformanceModel, SearchSpec
 from paceline.predict.cost.experts import all_parameters
 
 _SAVED_BYTES_PER_PARAMETER = 12
@@ -50,7 +49,7 @@ class RunEstimate:
 
 
 def estimate_run(
-    choice: Choice,
+    choice: Candidate,
     shape: ModelShape,
     *,
     tokens: float,
@@ -128,7 +127,7 @@ class BudgetPoint:
     """A number of devices with its best layout and run estimate."""
 
     devices: int
-    choice: Choice
+    choice: Candidate
     run: RunEstimate
     in_time: bool
 
@@ -169,8 +168,8 @@ def device_counts(least: float, devices_per_host: int) -> list[int]:
 
 
 def plan_budget(
-    question: SearchQuestion,
-    costs: Costs,
+    spec: SearchSpec,
+    performance: PerformanceModel,
     *,
     flops: float,
     deadline_days: float,
@@ -181,15 +180,15 @@ def plan_budget(
     """Searches the device counts that could meet the deadline.
 
     Args:
-        question: The model and the batch. Its number of devices is ignored.
-        costs: Achieved rates of devices and links.
+        spec: The model and the batch. Its number of devices is ignored.
+        performance: Achieved rates of devices and links.
         flops: Model FLOPs of the run.
         deadline_days: Time limit for the whole run, in days.
         peak_flops: Stated peak FLOP/s of a device.
         price: Price of one device-hour, in any currency.
         device_interval_h: Mean hours between two failures of one device.
     """
-    tokens = flops / flops_per_token(question.shape, question.context_length).model
+    tokens = flops / flops_per_token(spec.shape, spec.context_length).model
     least = flops / (peak_flops * deadline_days * DAY_S)
     if least > _MOST_DEVICES:
         raise UsageError(
@@ -197,13 +196,13 @@ def plan_budget(
             "at their peak; give a later --deadline, or fewer --flops"
         )
     points = []
-    for count in device_counts(least, question.devices_per_host):
-        best = find_best(dataclasses.replace(question, num_devices=count), costs, peak_flops)
+    for count in device_counts(least, spec.devices_per_host):
+        best = find_best(dataclasses.replace(spec, num_devices=count), performance, peak_flops)
         if best is None:
             continue
         run = estimate_run(
             best,
-            question.shape,
+            spec.shape,
             tokens=tokens,
             held_devices=count,
             price=price,

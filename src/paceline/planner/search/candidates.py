@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
-from paceline.core.runnable import Work, refusals
+from paceline.core.runnable import Work, unsupported_reasons
 from paceline.core.specs import Experts
-from paceline.planner.search.spec import SearchQuestion
+from paceline.planner.search.spec import SearchSpec
 from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
 
 
@@ -55,40 +55,40 @@ class Mesh(NamedTuple):
         return self.tensor * self.context * self.pipeline * self.data
 
 
-def meshes(question: SearchQuestion) -> Iterator[Mesh]:
+def meshes(spec: SearchSpec) -> Iterator[Mesh]:
     """Yields every mesh that divides heads, layers, sequences, batch and devices."""
-    least = question.least_used * question.num_devices
-    host = question.devices_per_host if question.num_devices >= question.devices_per_host else 1
-    for tensor in _sizes(question, "tensor", tensor_sizes(question)):
-        for context in _sizes(question, "context", context_sizes(question)):
-            for pipeline in _sizes(question, "pipeline", pipeline_sizes(question)):
-                for data in _sizes(question, "data_parallel", divisors(question.global_batch)):
+    least = spec.least_used * spec.num_devices
+    host = spec.devices_per_host if spec.num_devices >= spec.devices_per_host else 1
+    for tensor in _sizes(spec, "tensor", tensor_sizes(spec)):
+        for context in _sizes(spec, "context", context_sizes(spec)):
+            for pipeline in _sizes(spec, "pipeline", pipeline_sizes(spec)):
+                for data in _sizes(spec, "data_parallel", divisors(spec.global_batch)):
                     mesh = Mesh(tensor, context, pipeline, data)
                     used = mesh.num_devices
-                    if least <= used <= question.num_devices and used % host == 0:
+                    if least <= used <= spec.num_devices and used % host == 0:
                         yield mesh
 
 
-def tensor_sizes(question: SearchQuestion) -> tuple[int, ...]:
+def tensor_sizes(spec: SearchSpec) -> tuple[int, ...]:
     """Returns the tensor-parallel sizes that divide every matrix of the model."""
-    shape, experts = question.shape, question.experts
+    shape, experts = spec.shape, spec.experts
     heads = math.gcd(shape.num_heads, shape.key_value_heads)
     if experts is None:
         return divisors(math.gcd(heads, shape.d_ff))
     return divisors(math.gcd(heads, experts.shared_width, experts.dense_width))
 
 
-def context_sizes(question: SearchQuestion) -> tuple[int, ...]:
+def context_sizes(spec: SearchSpec) -> tuple[int, ...]:
     """Returns the context-parallel sizes that divide a sequence evenly."""
-    if not question.shape.num_heads:
+    if not spec.shape.num_heads:
         return ()
-    length = question.context_length
+    length = spec.context_length
     return tuple(size for size in divisors(length) if size == 1 or length % (2 * size) == 0)
 
 
-def pipeline_sizes(question: SearchQuestion) -> tuple[int, ...]:
+def pipeline_sizes(spec: SearchSpec) -> tuple[int, ...]:
     """Returns the numbers of pipeline stages that divide the layers evenly."""
-    layers = question.shape.num_layers
+    layers = spec.shape.num_layers
     return tuple(stages for stages in range(1, layers + 1) if divides_layers(layers, stages))
 
 
@@ -110,10 +110,10 @@ def expert_sizes(experts: Experts, mesh: Mesh, sharding: tuple[int, int, int]) -
     return divisors(math.gcd(experts.num_experts, ranks))
 
 
-def _sizes(question: SearchQuestion, field: str, sizes: Sequence[int]) -> Sequence[int]:
+def _sizes(spec: SearchSpec, field: str, sizes: Sequence[int]) -> Sequence[int]:
     """Returns the sizes of an axis, or (1,) if there are none, restricted to a fixed value."""
     sizes = sizes or (1,)
-    fixed = question.fixed.get(field)
+    fixed = spec.fixed.get(field)
     return sizes if fixed is None else tuple(size for size in sizes if size == fixed)
 
 
@@ -174,38 +174,38 @@ class Candidates:
         ).astype(np.int64)
 
 
-def candidates_of(columns: Array, question: SearchQuestion) -> Candidates:
+def candidates_of(columns: Array, spec: SearchSpec) -> Candidates:
     """Returns candidates from an array with one column per candidate."""
-    names = _FIELDS if question.experts is None else _MIXTURE_FIELDS
+    names = _FIELDS if spec.experts is None else _MIXTURE_FIELDS
     fields = dict(zip(names, columns, strict=True))
     micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
     fields["sequence_parallel"] = fields["sequence_parallel"].astype(bool)
-    layouts = Layouts(**fields, shards_context=question.conventions.shards_context)
+    layouts = Layouts(**fields, shards_context=spec.framework_settings.shards_context)
     return Candidates(layouts=layouts, micro_batch=micro_batch, num_micro_batches=passes)
 
 
-def candidate_chunks(question: SearchQuestion, chunk: int = CHUNK) -> Iterator[Candidates]:
+def candidate_chunks(spec: SearchSpec, chunk: int = CHUNK) -> Iterator[Candidates]:
     """Yields every candidate once, in chunks of at most `chunk`, or of one mesh if it is larger."""
-    variants = _Variants(question)
+    variants = _Variants(spec)
     waiting: list[tuple[Mesh, tuple[Array, ...]]] = []
     size = 0
-    for mesh in meshes(question):
+    for mesh in meshes(spec):
         parts = variants.of(mesh)
         num_variants = math.prod(part.shape[1] for part in parts)
         if size and size + num_variants > chunk:
-            yield _filled(question, waiting, size)
+            yield _filled(spec, waiting, size)
             waiting, size = [], 0
         waiting.append((mesh, parts))
         size += num_variants
     if size:
-        yield _filled(question, waiting, size)
+        yield _filled(spec, waiting, size)
 
 
 def _filled(
-    question: SearchQuestion, blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int
+    spec: SearchSpec, blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int
 ) -> Candidates:
     """Returns the candidates of several meshes: all combinations of each mesh's variants."""
-    num_fields = len(_FIELDS if question.experts is None else _MIXTURE_FIELDS)
+    num_fields = len(_FIELDS if spec.experts is None else _MIXTURE_FIELDS)
     columns = np.empty((num_fields, size), dtype=np.int64)
     begin = 0
     for mesh, parts in blocks:
@@ -219,61 +219,61 @@ def _filled(
                 row += 1
         columns[row:, begin:end] = np.array([[mesh.tensor], [mesh.context], [mesh.pipeline]])
         begin = end
-    return candidates_of(columns, question)
+    return candidates_of(columns, spec)
 
 
 class _Variants:
     """Variants of each mesh, cached for meshes with the same relevant axis sizes."""
 
-    def __init__(self, question: SearchQuestion) -> None:
-        self._question = question
+    def __init__(self, spec: SearchSpec) -> None:
+        self._spec = spec
         self._shardings: dict[tuple[int, ...], Array] = {}
         self._passes: dict[tuple[int, int], Array] = {}
 
     def of(self, mesh: Mesh) -> tuple[Array, ...]:
         """Returns the options for sharding, batch, sequence parallelism and recomputation."""
-        question = self._question
+        spec = self._spec
         ranks: tuple[int, ...] = (mesh.data, mesh.context > 1, mesh.tensor * mesh.pipeline > 1)
-        if question.experts is not None:
+        if spec.experts is not None:
             ranks = (mesh.data, mesh.context, mesh.tensor)
         if ranks not in self._shardings:
-            self._shardings[ranks] = _sharded(question, mesh)
+            self._shardings[ranks] = _sharded(spec, mesh)
         key = (mesh.data, mesh.pipeline)
         if key not in self._passes:
-            self._passes[key] = _allowed(question, mesh, _passes(question, mesh), _PASS_FIELDS)
-        streams = _allowed(question, mesh, _streams(question, mesh), ("sequence_parallel",))
+            self._passes[key] = _allowed(spec, mesh, _passes(spec, mesh), _PASS_FIELDS)
+        streams = _allowed(spec, mesh, _streams(spec, mesh), ("sequence_parallel",))
         kinds = [(kind,) for kind in CHECKPOINTING.values()]
-        recomputed = _allowed(question, mesh, kinds, ("checkpointing",))
+        recomputed = _allowed(spec, mesh, kinds, ("checkpointing",))
         return self._shardings[ranks], self._passes[key], streams, recomputed
 
 
 def _allowed(
-    question: SearchQuestion, mesh: Mesh, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
+    spec: SearchSpec, mesh: Mesh, rows: Sequence[tuple[int, ...]], fields: Sequence[str]
 ) -> Array:
     """Returns the rows that match the fixed fields and run if required, as columns."""
     given: list[Callable[[tuple[int, ...]], bool]] = [
-        lambda row, place=place, value=question.fixed[field]: row[place] == value  # type: ignore[misc]
+        lambda row, place=place, value=spec.fixed[field]: row[place] == value  # type: ignore[misc]
         for place, field in enumerate(fields)
-        if field in question.fixed
+        if field in spec.fixed
     ]
     kept = [row for row in rows if all(agrees(row) for agrees in given)]
-    if question.runnable:
-        kept = [row for row in kept if _runs(question, mesh, dict(zip(fields, row, strict=True)))]
+    if spec.runnable:
+        kept = [row for row in kept if _runs(spec, mesh, dict(zip(fields, row, strict=True)))]
     return np.array(kept, dtype=np.int64).reshape(-1, len(fields)).T
 
 
-def _sharded(question: SearchQuestion, mesh: Mesh) -> Array:
+def _sharded(spec: SearchSpec, mesh: Mesh) -> Array:
     """Returns the sharding options, combined with every expert size if there are experts."""
-    rows = _shardings(question, mesh)
-    if question.experts is None:
-        return _allowed(question, mesh, rows, _SHARDING_FIELDS)
+    rows = _shardings(spec, mesh)
+    if spec.experts is None:
+        return _allowed(spec, mesh, rows, _SHARDING_FIELDS)
     with_experts = [
-        (*row, expert) for row in rows for expert in expert_sizes(question.experts, mesh, row)
+        (*row, expert) for row in rows for expert in expert_sizes(spec.experts, mesh, row)
     ]
-    return _allowed(question, mesh, with_experts, (*_SHARDING_FIELDS, "expert"))
+    return _allowed(spec, mesh, with_experts, (*_SHARDING_FIELDS, "expert"))
 
 
-def _runs(question: SearchQuestion, mesh: Mesh, varied: Mapping[str, int]) -> bool:
+def _runs(spec: SearchSpec, mesh: Mesh, varied: Mapping[str, int]) -> bool:
     """Whether Paceline's trainer runs a mesh with these fields and defaults for the others."""
     layout = ParallelLayout(
         tensor=mesh.tensor,
@@ -287,17 +287,17 @@ def _runs(question: SearchQuestion, mesh: Mesh, varied: Mapping[str, int]) -> bo
         activation_checkpointing=CHECKPOINTINGS[varied.get("checkpointing", 0)],
     )
     work = Work(
-        shape=question.shape,
-        context_length=question.context_length,
+        shape=spec.shape,
+        context_length=spec.context_length,
         num_micro_batches=varied.get("num_micro_batches"),
     )
-    return not refusals(layout, work)
+    return not unsupported_reasons(layout, work)
 
 
-def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
+def _shardings(spec: SearchSpec, mesh: Mesh) -> list[tuple[int, int, int]]:
     """Returns replicas, shards and ZeRO stage. The stage is 0 if nothing is sharded."""
     stages = tuple(stage for stage in SHARDING_STAGES.values() if stage > 0)
-    over_context = question.conventions.shards_context and mesh.context > 1
+    over_context = spec.framework_settings.shards_context and mesh.context > 1
     sharded = [
         (mesh.data // shard, shard, stage)
         for shard in divisors(mesh.data)
@@ -307,10 +307,10 @@ def _shardings(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int
     return [(mesh.data, 1, 0), *sharded]
 
 
-def _passes(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
+def _passes(spec: SearchSpec, mesh: Mesh) -> list[tuple[int, int, int]]:
     """Returns micro-batch size, number of passes and interleaved parts per stage."""
-    per_rank = question.global_batch // mesh.data
-    layers, stages = question.shape.num_layers, mesh.pipeline
+    per_rank = spec.global_batch // mesh.data
+    layers, stages = spec.shape.num_layers, mesh.pipeline
     parts = [1]
     if stages > 1:
         most = (layers + 2) // stages
@@ -323,9 +323,9 @@ def _passes(question: SearchQuestion, mesh: Mesh) -> list[tuple[int, int, int]]:
     ]
 
 
-def _streams(question: SearchQuestion, mesh: Mesh) -> list[tuple[int]]:
+def _streams(spec: SearchSpec, mesh: Mesh) -> list[tuple[int]]:
     """Returns the possible settings of sequence parallelism."""
-    divides = question.context_length // mesh.context % mesh.tensor == 0
-    if question.experts is not None and mesh.tensor > 1:
+    divides = spec.context_length // mesh.context % mesh.tensor == 0
+    if spec.experts is not None and mesh.tensor > 1:
         return [(1,)] if divides else []
     return [(0,), (1,)] if mesh.tensor > 1 and divides else [(0,)]

@@ -29,18 +29,18 @@ from collections.abc import Iterator
 
 from paceline.core.plan import Estimate, Plan
 from paceline.core.specs import Experts, ModelShape
-from paceline.planner.search.choice import Choice
-from paceline.planner.search.spec import SearchQuestion
+from paceline.planner.search.search import Candidate
+from paceline.planner.search.spec import SearchSpec
 from paceline.predict.cost.layouts import SHARDING_STAGES
 from paceline.records import encode_plan
 
 
-def paceline_plan(choice: Choice, question: SearchQuestion, hardware: str) -> Plan:
+def paceline_plan(choice: Candidate, spec: SearchSpec, hardware: str) -> Plan:
     """Returns the plan of a layout.
 
     Args:
         choice: The layout.
-        question: The search question.
+        spec: The search spec.
         hardware: Device name in the hardware table.
     """
     predictions = {
@@ -50,17 +50,17 @@ def paceline_plan(choice: Choice, question: SearchQuestion, hardware: str) -> Pl
     }
     if choice.mfu is not None:
         predictions["mfu"] = Estimate(value=choice.mfu)
-    shape = question.shape
+    shape = spec.shape
     return Plan(
         model=dataclasses.replace(
-            shape, max_context_length=max(shape.max_context_length, question.context_length)
+            shape, max_context_length=max(shape.max_context_length, spec.context_length)
         ),
         batch=choice.batch,
-        precision=question.precision,
+        precision=spec.precision,
         layout=choice.layout,
         hardware=hardware,
         predictions=predictions,
-        experts=question.experts,
+        experts=spec.experts,
     )
 
 
@@ -74,20 +74,20 @@ _MIXTURES = {
 """Model and flavor of torchtitan's mixtures of experts, by layers, width and experts."""
 
 
-def torchtitan_config(choice: Choice, question: SearchQuestion) -> str:
+def torchtitan_config(choice: Candidate, spec: SearchSpec) -> str:
     """Returns the config as TOML text."""
-    lines = [f"# {choice.name}", *(f"# {note}" for note in torchtitan_notes(choice, question))]
-    for section, values in _sections(choice, question):
+    lines = [f"# {choice.name}", *(f"# {note}" for note in torchtitan_notes(choice, spec))]
+    for section, values in _sections(choice, spec):
         lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values)]
     return "\n".join(lines) + "\n"
 
 
-def torchtitan_refusal(choice: Choice, question: SearchQuestion) -> str | None:
+def torchtitan_refusal(choice: Candidate, spec: SearchSpec) -> str | None:
     """Returns the reason why a layout has no config; None if it has one."""
-    experts, layout = question.experts, choice.layout
+    experts, layout = spec.experts, choice.layout
     if experts is None:
         return None
-    if _mixture(question) is None:
+    if _mixture(spec) is None:
         return "torchtitan has no model of this mixture of experts"
     group = layout.context * layout.tensor
     if layout.expert > 1 and (layout.expert % group or group * layout.shard % layout.expert):
@@ -98,13 +98,13 @@ def torchtitan_refusal(choice: Choice, question: SearchQuestion) -> str | None:
     return None
 
 
-def _mixture(question: SearchQuestion) -> tuple[str, str] | None:
-    shape, experts = question.shape, question.experts
+def _mixture(spec: SearchSpec) -> tuple[str, str] | None:
+    shape, experts = spec.shape, spec.experts
     assert experts is not None
     return _MIXTURES.get((shape.num_layers, shape.d_model, experts.num_experts))
 
 
-def torchtitan_notes(choice: Choice, question: SearchQuestion) -> list[str]:
+def torchtitan_notes(choice: Candidate, spec: SearchSpec) -> list[str]:
     """Returns the differences between torchtitan's config and the layout."""
     layout = choice.layout
     stage = SHARDING_STAGES[layout.sharding]
@@ -113,9 +113,9 @@ def torchtitan_notes(choice: Choice, question: SearchQuestion) -> list[str]:
         notes.append("torchtitan has no ZeRO-1: FSDP that keeps parameters gathered comes nearest")
     if layout.tensor > 1 and not layout.sequence_parallel:
         notes.append("torchtitan's tensor parallelism is always sequence parallel as well")
-    shape = question.shape
-    if question.experts is not None:
-        if question.float8_matmuls:
+    shape = spec.shape
+    if spec.experts is not None:
+        if spec.float8_matmuls:
             notes.append("float8 of experts has a converter of its own in torchtitan: not set here")
         if layout.expert == 1 and layout.tensor > 1:
             notes.append("with one expert rank torchtitan splits each expert over tensor ranks")
@@ -125,22 +125,22 @@ def torchtitan_notes(choice: Choice, question: SearchQuestion) -> list[str]:
 
 
 def _sections(
-    choice: Choice, question: SearchQuestion
+    choice: Candidate, spec: SearchSpec
 ) -> Iterator[tuple[str, list[tuple[str, object]]]]:
-    layout, batch, shape = choice.layout, choice.batch, question.shape
+    layout, batch, shape = choice.layout, choice.batch, spec.shape
     stages = layout.pipeline
     model = ("llama3", _FLAVORS.get((shape.num_layers, shape.d_model), "custom"))
-    if question.experts is not None:
-        model = _mixture(question) or model
-    converters = [("converters", ["float8"])] if question.float8_matmuls else []
+    if spec.experts is not None:
+        model = _mixture(spec) or model
+    converters = [("converters", ["float8"])] if spec.float8_matmuls else []
     yield "model", [("name", model[0]), ("flavor", model[1]), *converters]
     passes = batch.accumulation_steps if stages > 1 else 1
     yield (
         "training",
         [
             ("local_batch_size", batch.num_sequences * passes),
-            ("global_batch_size", question.global_batch),
-            ("seq_len", question.context_length),
+            ("global_batch_size", spec.global_batch),
+            ("seq_len", spec.context_length),
             ("mixed_precision_param", "bfloat16"),
             ("mixed_precision_reduce", "float32"),
         ],
@@ -154,7 +154,7 @@ def _sections(
         ("context_parallel_degree", layout.context),
         ("pipeline_parallel_degree", stages),
     ]
-    if question.experts is not None:
+    if spec.experts is not None:
         axes += [("expert_parallel_degree", layout.expert), ("expert_tensor_parallel_degree", 1)]
     if stages > 1:
         interleaved = layout.pipeline_interleave > 1
@@ -184,30 +184,30 @@ def _toml(value: object) -> str:
 _FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def megatron_flags(choice: Choice, question: SearchQuestion) -> list[str]:
+def megatron_flags(choice: Candidate, spec: SearchSpec) -> list[str]:
     """Returns the flags, one flag with its value per entry."""
     return [
-        *_model_flags(question),
-        *_batch_flags(choice, question),
-        *_mesh_flags(choice, question.shape.num_layers),
-        *_expert_flags(choice, question),
+        *_model_flags(spec),
+        *_batch_flags(choice, spec),
+        *_mesh_flags(choice, spec.shape.num_layers),
+        *_expert_flags(choice, spec),
         *_sharding_flags(choice),
         *_recomputation_flags(choice),
     ]
 
 
-def megatron_notes(choice: Choice, question: SearchQuestion) -> tuple[str, ...]:
+def megatron_notes(choice: Candidate, spec: SearchSpec) -> tuple[str, ...]:
     """Returns notes to read before using the flags."""
     notes = ["data, learning rate and checkpoints are yours to add"]
-    vocab, tensor = question.shape.vocab_size, choice.layout.tensor
+    vocab, tensor = spec.shape.vocab_size, choice.layout.tensor
     if vocab % (128 * tensor):
         notes.append(f"Megatron pads the vocabulary of {vocab:,} to a multiple of {128 * tensor}")
-    if _has_latent_attention(question.experts):
+    if _has_latent_attention(spec.experts):
         notes.append(
             "latent attention: add --multi-latent-attention and its ranks and head widths "
             "(--q-lora-rank, --kv-lora-rank, --qk-head-dim, --qk-pos-emb-head-dim, --v-head-dim)"
         )
-    if question.experts is not None:
+    if spec.experts is not None:
         notes.append("how the router scores and balances is Megatron's default: see --moe-router-*")
     return tuple(notes)
 
@@ -216,8 +216,8 @@ def _has_latent_attention(experts: Experts | None) -> bool:
     return experts is not None and experts.attention_parameters is not None
 
 
-def _model_flags(question: SearchQuestion) -> Iterator[str]:
-    shape, experts, context_length = question.shape, question.experts, question.context_length
+def _model_flags(spec: SearchSpec) -> Iterator[str]:
+    shape, experts, context_length = spec.shape, spec.experts, spec.context_length
     yield f"--num-layers {shape.num_layers}"
     yield f"--hidden-size {shape.d_model}"
     width = shape.d_ff if experts is None else experts.dense_width or experts.width
@@ -248,18 +248,18 @@ def _head_flags(shape: ModelShape) -> Iterator[str]:
         yield f"--num-query-groups {shape.key_value_heads}"
 
 
-def _batch_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
+def _batch_flags(choice: Candidate, spec: SearchSpec) -> Iterator[str]:
     yield f"--micro-batch-size {choice.batch.num_sequences}"
-    yield f"--global-batch-size {question.global_batch}"
-    if question.precision.compute == "bfloat16":
+    yield f"--global-batch-size {spec.global_batch}"
+    if spec.precision.compute == "bfloat16":
         yield "--bf16"
-    elif question.precision.compute == "float16":
+    elif spec.precision.compute == "float16":
         yield "--fp16"
-    if question.float8_matmuls:
+    if spec.float8_matmuls:
         yield "--fp8-format hybrid"
 
 
-def _mesh_flags(choice: Choice, num_layers: int) -> Iterator[str]:
+def _mesh_flags(choice: Candidate, num_layers: int) -> Iterator[str]:
     layout = choice.layout
     yield f"--tensor-model-parallel-size {layout.tensor}"
     if layout.sequence_parallel:
@@ -274,8 +274,8 @@ def _mesh_flags(choice: Choice, num_layers: int) -> Iterator[str]:
         yield "--account-for-loss-in-pipeline-split"
 
 
-def _expert_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
-    experts = question.experts
+def _expert_flags(choice: Candidate, spec: SearchSpec) -> Iterator[str]:
+    experts = spec.experts
     if experts is None:
         return
     yield f"--num-experts {experts.num_experts}"
@@ -284,7 +284,7 @@ def _expert_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
     if experts.shared_width:
         yield f"--moe-shared-expert-intermediate-size {experts.shared_width}"
     if experts.num_dense_layers:
-        others = question.shape.num_layers - experts.num_dense_layers
+        others = spec.shape.num_layers - experts.num_dense_layers
         yield f"--moe-layer-freq ([0]*{experts.num_dense_layers}+[1]*{others})"
     yield f"--expert-model-parallel-size {choice.layout.expert}"
     yield "--expert-tensor-parallel-size 1"
@@ -292,7 +292,7 @@ def _expert_flags(choice: Choice, question: SearchQuestion) -> Iterator[str]:
     yield "--moe-grouped-gemm"
 
 
-def _sharding_flags(choice: Choice) -> Iterator[str]:
+def _sharding_flags(choice: Candidate) -> Iterator[str]:
     stage = SHARDING_STAGES[choice.layout.sharding]
     if stage == 0:
         yield "--overlap-grad-reduce"
@@ -307,7 +307,7 @@ def _sharding_flags(choice: Choice) -> Iterator[str]:
         yield f"--data-parallel-sharding-strategy {_FSDP_STRATEGIES[stage]}"
 
 
-def _recomputation_flags(choice: Choice) -> Iterator[str]:
+def _recomputation_flags(choice: Candidate) -> Iterator[str]:
     kind = choice.layout.activation_checkpointing
     if kind == "selective":
         yield "--recompute-granularity selective"
@@ -317,7 +317,7 @@ def _recomputation_flags(choice: Choice) -> Iterator[str]:
         yield "--recompute-num-layers 1"
 
 
-def torchrun_line(choice: Choice, devices_per_host: int, program: str) -> str:
+def torchrun_line(choice: Candidate, devices_per_host: int, program: str) -> str:
     """Returns the torchrun command for every host."""
     per_host = min(choice.devices, devices_per_host)
     hosts = -(-choice.devices // per_host)
@@ -329,8 +329,8 @@ def torchrun_line(choice: Choice, devices_per_host: int, program: str) -> str:
 
 def write_exports(
     directory: pathlib.Path,
-    choice: Choice,
-    question: SearchQuestion,
+    choice: Candidate,
+    spec: SearchSpec,
     hardware: str,
     *,
     is_runnable: bool,
@@ -343,32 +343,32 @@ def write_exports(
     Args:
         directory: Output directory, created if missing.
         choice: The layout.
-        question: The search question.
+        spec: The search spec.
         hardware: Device name in the hardware table.
         is_runnable: Whether Paceline's trainer runs the layout.
     """
-    flags = megatron_flags(choice, question)
-    notes = [f"# {note}" for note in megatron_notes(choice, question)]
+    flags = megatron_flags(choice, spec)
+    notes = [f"# {note}" for note in megatron_notes(choice, spec)]
     programs = {
         "torchtitan": "-m torchtitan.train --job.config_file torchtitan.toml",
         "Megatron-LM": "pretrain_gpt.py $(grep -v '^#' megatron.args)",
     }
     if is_runnable:
         programs = {"Paceline": "-m paceline train run.toml --plan plan.json", **programs}
-    refusal = torchtitan_refusal(choice, question)
+    refusal = torchtitan_refusal(choice, spec)
     if refusal is not None:
         del programs["torchtitan"]
     commands = [
-        f"# {name}\n{torchrun_line(choice, question.devices_per_host, program)}\n"
+        f"# {name}\n{torchrun_line(choice, spec.devices_per_host, program)}\n"
         for name, program in programs.items()
     ] + ([] if refusal is None else [f"# {refusal}\n"])
     texts = {
-        "plan.json": encode_plan(paceline_plan(choice, question, hardware)).decode() + "\n",
+        "plan.json": encode_plan(paceline_plan(choice, spec, hardware)).decode() + "\n",
         "megatron.args": "\n".join([f"# {choice.name}", *notes, *flags]) + "\n",
         "commands.sh": "\n".join(commands),
     }
     if refusal is None:
-        texts["torchtitan.toml"] = torchtitan_config(choice, question)
+        texts["torchtitan.toml"] = torchtitan_config(choice, spec)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in texts.items():

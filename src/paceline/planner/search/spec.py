@@ -1,4 +1,4 @@
-"""The search question: a model, its batch, the devices, and constraints on the layout.
+"""The search spec: a model, its batch, the devices, and constraints on the layout.
 
 Costs used by the search: from a calibration, or assumed for a device without one.
 """
@@ -13,15 +13,15 @@ from paceline.core.plan import CHECKPOINTINGS
 from paceline.core.specs import DType, Experts, ModelShape, Precision, require_at_least
 from paceline.core.units import GB
 from paceline.planner.calibrations.calibration import FrameworkCalibration
-from paceline.planner.calibrations.conventions import Conventions
+from paceline.planner.calibrations.framework_settings import FrameworkSettings
 from paceline.predict.cost.cluster import Cluster, Tier, Tiers
 from paceline.predict.cost.framework_memory import PLAIN, FrameworkMemory
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 
-_CONVENTIONS = {field.name for field in dataclasses.fields(Workload)} & {
-    field.name for field in dataclasses.fields(Conventions)
+_SETTINGS = {field.name for field in dataclasses.fields(Workload)} & {
+    field.name for field in dataclasses.fields(FrameworkSettings)
 }
-"""Names of the framework conventions that are also workload fields."""
+"""Names of the framework settings that are also workload fields."""
 SHORT_NAMES = {
     "dp": "data_parallel",
     "replicate": "replicate",
@@ -40,7 +40,7 @@ SHORT_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchQuestion:
+class SearchSpec:
     """Inputs of a search for the layout that trains a model fastest on given devices."""
 
     shape: ModelShape
@@ -61,10 +61,10 @@ class SearchQuestion:
     """Whether matmuls run in float8 instead of the compute dtype of `precision`."""
     runnable: bool = False
     """Whether to search only layouts that Paceline's trainer runs."""
-    conventions: Conventions = dataclasses.field(
-        default_factory=lambda: Conventions(shards_context=False)
+    framework_settings: FrameworkSettings = dataclasses.field(
+        default_factory=lambda: FrameworkSettings(shards_context=False)
     )
-    """The framework's conventions: attention kernel, sharding, when gradients are averaged."""
+    """The framework's settings: attention kernel, sharding, when gradients are averaged."""
     framework_memory: FrameworkMemory = PLAIN
     """The framework's memory overhead beyond the formulas."""
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -77,9 +77,7 @@ class SearchQuestion:
         require_at_least(self, 1, "context_length", "global_batch", "num_devices")
         require_at_least(self, 1, "devices_per_host")
         if not self.memory_bytes > 0:
-            raise UsageError(
-                f"SearchQuestion.memory_bytes is {self.memory_bytes}; it must be positive"
-            )
+            raise UsageError(f"SearchSpec.memory_bytes is {self.memory_bytes}; it must be positive")
         if self.experts is not None and self.runnable:
             raise UsageError(
                 "paceline train does not support mixtures of experts, so no layout is runnable; "
@@ -104,7 +102,7 @@ class SearchQuestion:
             context_length=self.context_length,
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
-            **{name: getattr(self.conventions, name) for name in _CONVENTIONS},
+            **{name: getattr(self.framework_settings, name) for name in _SETTINGS},
             trainer_stages=self.runnable,
             framework_memory=self.framework_memory,
             experts=self.experts,
@@ -174,7 +172,7 @@ _LOW_WITH_EXPERTS, _HIGH_WITH_EXPERTS = 0.6, 2.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs:
+class PerformanceModel:
     """Achieved rates of devices and links under a framework, with their uncertainty."""
 
     name: str
@@ -186,7 +184,7 @@ class Costs:
     note: str
     """One-line description of the source of the figures."""
 
-    def with_network(self, bytes_per_s: float) -> "Costs":
+    def with_network(self, bytes_per_s: float) -> "PerformanceModel":
         """Returns a copy with this bandwidth between hosts, per device and direction."""
         *inner, outer = self.cluster.tiers.tiers
         tiers = Tiers((*inner, dataclasses.replace(outer, bytes_per_s=bytes_per_s)))
@@ -197,16 +195,16 @@ class Costs:
         """Bandwidth between hosts, per device and direction."""
         return self.cluster.tiers.tiers[-1].bytes_per_s
 
-    def with_hosts(self, devices_per_host: int) -> "Costs":
+    def with_hosts(self, devices_per_host: int) -> "PerformanceModel":
         """Returns a copy with `devices_per_host` devices per host."""
         inner, *outer = self.cluster.tiers.tiers
         tiers = Tiers((dataclasses.replace(inner, num_devices=devices_per_host), *outer))
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, tiers=tiers))
 
 
-def calibrated_costs(calibration: FrameworkCalibration) -> Costs:
-    """Returns the costs of a calibration."""
-    return Costs(
+def calibrated_performance(calibration: FrameworkCalibration) -> PerformanceModel:
+    """Returns the performance of a calibration."""
+    return PerformanceModel(
         name=calibration.name,
         cluster=calibration.cluster,
         hidden=calibration.hidden,
@@ -216,10 +214,10 @@ def calibrated_costs(calibration: FrameworkCalibration) -> Costs:
     )
 
 
-def assumed_costs(
+def assumed_performance(
     device: Device, dtype: DType, devices_per_host: int = 8, *, of_experts: bool = False
-) -> Costs:
-    """Returns costs from the device table: 60% of the peak, 70% of the bandwidth, 400 Gbit/s.
+) -> PerformanceModel:
+    """Returns performance from the device table: 60% of the peak, 70% of the bandwidth, 400 Gbit/s.
 
     Mixtures of experts use 30% of the peak, because expert matmuls are small.
     """
@@ -235,7 +233,7 @@ def assumed_costs(
     network = Tier(
         name="network", num_devices=None, latency_s=_NETWORK_HOP_S, bytes_per_s=_NETWORK_BYTES_PER_S
     )
-    return Costs(
+    return PerformanceModel(
         name="assumed",
         cluster=Cluster(
             flops_per_s=share * device.peak(dtype).value,

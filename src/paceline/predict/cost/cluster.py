@@ -174,14 +174,16 @@ _TOKENS, _WIDTHS, _RANKS = 48, 36, 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuredCells:
+class MeasuredCorrections:
     """Log factors of all cells with measured runs."""
 
     entries: tuple[tuple[int, float], ...]
     """Pairs of a cell's index and its log factor."""
 
     @classmethod
-    def of(cls, cells: npt.NDArray[np.int64], ratios: npt.NDArray[np.float64]) -> "MeasuredCells":
+    def of(
+        cls, cells: npt.NDArray[np.int64], ratios: npt.NDArray[np.float64]
+    ) -> "MeasuredCorrections":
         """Returns the shrunk mean of the log ratios in every cell."""
         found = []
         for cell in np.unique(cells):
@@ -262,7 +264,7 @@ class Cluster:
     engine: Engine = NO_ENGINE
     oversubscription: float = 1.0
     """Number of ranks that share a processor. While one waits, another can use it alone."""
-    cells: MeasuredCells | None = None
+    cells: MeasuredCorrections | None = None
     """Correction factors from measured runs of the same sizes."""
 
     def __post_init__(self) -> None:

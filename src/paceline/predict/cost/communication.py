@@ -36,7 +36,7 @@ from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshSpans:
+class CommGroups:
     """Mapping of the mesh axes of many layouts to the tiers of a cluster."""
 
     tensor: Span
@@ -50,7 +50,7 @@ class MeshSpans:
     """Two consecutive pipeline stages."""
 
     @classmethod
-    def of(cls, layouts: Layouts, tiers: Tiers) -> "MeshSpans":
+    def of(cls, layouts: Layouts, tiers: Tiers) -> "CommGroups":
         """Returns the spans of each axis of every layout."""
         two_stages = np.minimum(layouts.pipeline, 2)
         both = np.asarray(layouts.shards_context) & (layouts.stage > 0)
@@ -68,7 +68,7 @@ class MeshSpans:
         )
 
 
-def tensor_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
+def tensor_time_s(layouts: Layouts, workload: Workload, spans: CommGroups) -> Any:
     """Returns the seconds of tensor-parallel communication per layer and pass."""
     size = _stream_bytes(layouts, workload)
     together = collective_time_s("all_reduce", spans.tensor, size)
@@ -79,7 +79,7 @@ def tensor_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any
     return per_call * branches * _passes(layouts)
 
 
-def context_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
+def context_time_s(layouts: Layouts, workload: Workload, spans: CommGroups) -> Any:
     """Returns the seconds of context-parallel communication per layer and pass."""
     width = 2 * workload.shape.key_value_width / layouts.tensor
     size = workload.compute_bytes * workload.tokens * width
@@ -87,7 +87,7 @@ def context_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> An
     return collective_time_s("all_gather", spans.context, size) * (_passes(layouts) + 1)
 
 
-def pipeline_time_s(layouts: Layouts, workload: Workload, spans: MeshSpans) -> Any:
+def pipeline_time_s(layouts: Layouts, workload: Workload, spans: CommGroups) -> Any:
     """Returns the seconds per pass for a stage's messages, forward and backward."""
     whole = _stream_bytes(layouts, workload)
     sent = send_time_s(spans.neighbour_stages, whole / layouts.tensor)
@@ -109,7 +109,7 @@ def all_to_all_time_s(layouts: Layouts, workload: Workload, experts: Experts, ti
 
 
 def gradient_time_s(
-    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: Any
+    layouts: Layouts, workload: Workload, spans: CommGroups, num_parameters: Any
 ) -> Any:
     """Returns the seconds to average all gradients of a device once."""
     size = workload.reduction_bytes * num_parameters / layouts.model_devices
@@ -125,7 +125,7 @@ def gradient_time_s(
 
 
 def gather_time_s(
-    layouts: Layouts, workload: Workload, spans: MeshSpans, num_parameters: Any
+    layouts: Layouts, workload: Workload, spans: CommGroups, num_parameters: Any
 ) -> Any:
     """Returns the seconds to all-gather a device's parameters once; 0 without sharding.
 
@@ -145,7 +145,7 @@ def gather_time_s(
 def exposed_data(
     layouts: Layouts,
     workload: Workload,
-    spans: MeshSpans,
+    spans: CommGroups,
     pass_s: Any,
     num_parameters: Any,
     hidden: Numbers,

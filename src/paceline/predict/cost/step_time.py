@@ -57,7 +57,7 @@ from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.communication import (
-    MeshSpans,
+    CommGroups,
     all_to_all_time_s,
     context_time_s,
     engine_block_s,
@@ -206,7 +206,7 @@ def step_time(
     """Returns the terms of every layout. A fraction `hidden` of a pass can hide communication."""
     if np.min(hidden) < 0 or np.max(hidden) > 1:
         raise UsageError(f"hidden is {hidden}; it is a fraction of a pass, from 0 to 1")
-    spans = MeshSpans.of(layouts, cluster.tiers)
+    spans = CommGroups.of(layouts, cluster.tiers)
     operations = flops_per_pass(layouts, workload)
     num_parameters = _num_parameters(layouts, workload)
     passes, stages = np.asarray(workload.num_micro_batches), layouts.pipeline

@@ -10,7 +10,7 @@ from paceline.core.units import format_binary_bytes, format_count, format_durati
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
 from paceline.planner.search.budget import Budget, BudgetPoint, RunEstimate
-from paceline.planner.search.choice import BOUNDS, Choice
+from paceline.planner.search.search import BOUNDS, Candidate
 from paceline.planner.search.search import SearchResult
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
 
@@ -19,7 +19,7 @@ def search_table(
     result: SearchResult, runs: Sequence[RunEstimate] | None = None, notes: Sequence[str] = ()
 ) -> Table:
     """Returns a row for the best layout of every mesh, the fastest first."""
-    question = result.question
+    spec = result.spec
     alike = not_told_apart(result.choices)
     return Table(
         headers=(
@@ -33,7 +33,7 @@ def search_table(
             for place, choice in enumerate(result.choices)
         ),
         caption=(
-            f"{result.num_candidates:,} layouts of {question.num_devices:,} devices, "
+            f"{result.num_candidates:,} layouts of {spec.num_devices:,} devices, "
             f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
         ),
         notes=(
@@ -45,7 +45,7 @@ def search_table(
     )
 
 
-def _row(place: int, choice: Choice, alike: int, run: RunEstimate | None) -> tuple[str, ...]:
+def _row(place: int, choice: Candidate, alike: int, run: RunEstimate | None) -> tuple[str, ...]:
     time = choice.step_time_s
     low = time.value if time.low is None else time.low
     high = time.value if time.high is None else time.high
@@ -69,19 +69,19 @@ def _row(place: int, choice: Choice, alike: int, run: RunEstimate | None) -> tup
     )
 
 
-def _bound(choice: Choice) -> str:
+def _bound(choice: Candidate) -> str:
     share = choice.parts[choice.bound] / choice.step_time_s.value
     return f"{choice.bound} {share:.0%}"
 
 
-def _alike_note(alike: int, found: Sequence[Choice]) -> tuple[str, ...]:
+def _alike_note(alike: int, found: Sequence[Candidate]) -> tuple[str, ...]:
     if alike < 2:
         return ()
     everything = "all of these" if alike == len(found) else f"the first {alike}"
     return (f"≈ {everything} cannot be told apart: measure 20 steps of each.",)
 
 
-def _outside_note(best: Choice) -> tuple[str, ...]:
+def _outside_note(best: Candidate) -> tuple[str, ...]:
     if not best.outside:
         return ()
     reached = "; ".join(
@@ -91,7 +91,7 @@ def _outside_note(best: Choice) -> tuple[str, ...]:
 
 
 def _idle_note(result: SearchResult) -> tuple[str, ...]:
-    idle = result.question.num_devices - result.best.devices
+    idle = result.spec.num_devices - result.best.devices
     if not idle:
         return ()
     return (f"The first uses {result.best.devices:,} devices; {idle:,} are left as spares.",)

@@ -10,13 +10,18 @@ import numpy as np
 from paceline.core import ModelShape, find_device
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import Experts
-from paceline.planner.search.spec import Costs, SearchQuestion, assumed_costs, training_precision
+from paceline.planner.search.spec import (
+    PerformanceModel,
+    SearchSpec,
+    assumed_performance,
+    training_precision,
+)
 from paceline.predict.cost.layouts import Layouts
 from paceline.predict.cost.memory import layout_memory
 from paceline.predict.cost.step_time import step_time
 
 H100 = find_device("h100-sxm")
-COSTS = assumed_costs(H100, "bfloat16")
+PERFORMANCE = assumed_performance(H100, "bfloat16")
 SHAPE = ModelShape(
     vocab_size=1000, d_model=512, d_ff=1536, num_layers=4, num_heads=8, num_kv_heads=4
 )
@@ -24,7 +29,7 @@ MIXTURE = Experts(num_experts=12, experts_per_token=2, width=384, shared_width=7
 """Each token uses a width of 2 * 384 + 768 = 1536, the `d_ff` of `SHAPE`."""
 
 
-def question(**changes: Any) -> SearchQuestion:
+def spec(**changes: Any) -> SearchSpec:
     values: dict[str, Any] = {
         "shape": SHAPE,
         "precision": training_precision("bfloat16"),
@@ -34,10 +39,12 @@ def question(**changes: Any) -> SearchQuestion:
         "memory_bytes": 1e9,
         "devices_per_host": 4,
     }
-    return SearchQuestion(**values | changes)
+    return SearchSpec(**values | changes)
 
 
-def oracle(asked: SearchQuestion, costs: Costs = COSTS) -> Iterator[tuple[float, float, Any]]:
+def oracle(
+    asked: SearchSpec, performance: PerformanceModel = PERFORMANCE
+) -> Iterator[tuple[float, float, Any]]:
     """Yields time, memory and layout of every layout that divides evenly, by brute force."""
     shape, sizes = asked.shape, range(1, asked.num_devices + 1)
     for tensor, context, pipeline, replicate, shard in itertools.product(sizes, repeat=5):
@@ -95,10 +102,12 @@ def oracle(asked: SearchQuestion, costs: Costs = COSTS) -> Iterator[tuple[float,
             micro_batch = asked.global_batch // data // passes
             workload = asked.workload(np.array([micro_batch]), np.array([passes]))
             layouts = Layouts.of([layout])
-            seconds = step_time(layouts, workload, costs.cluster, hidden=costs.hidden).total_s
+            seconds = step_time(
+                layouts, workload, performance.cluster, hidden=performance.hidden
+            ).total_s
             memory = layout_memory(layouts, workload).total
             yield float(np.ravel(seconds)[0]), float(np.ravel(memory)[0]), layout
 
 
-def with_memory(asked: SearchQuestion, memory_bytes: float) -> SearchQuestion:
+def with_memory(asked: SearchSpec, memory_bytes: float) -> SearchSpec:
     return dataclasses.replace(asked, memory_bytes=memory_bytes)

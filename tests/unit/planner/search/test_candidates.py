@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ModelShape
-from paceline.core.runnable import Work, refusals
-from paceline.planner.calibrations.conventions import Conventions
+from paceline.core.runnable import Work, unsupported_reasons
+from paceline.planner.calibrations.framework_settings import FrameworkSettings
 from paceline.planner.search.candidates import Candidates, candidate_chunks, candidates_of, divisors
-from paceline.planner.search.choice import layout_at
-from paceline.planner.search.spec import SearchQuestion
-from tests.unit.planner.search.search_cases import oracle, question
+from paceline.planner.search.search import layout_at
+from paceline.planner.search.spec import SearchSpec
+from tests.unit.planner.search.search_cases import oracle, spec
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> SearchQuestion:
+def questions(draw: st.DrawFn) -> SearchSpec:
     heads = draw(st.sampled_from([4, 6, 8]))
     shape = ModelShape(
         vocab_size=100,
@@ -27,7 +27,7 @@ def questions(draw: st.DrawFn) -> SearchQuestion:
         num_heads=heads,
         num_kv_heads=draw(st.sampled_from([1, 2, heads])),
     )
-    return question(
+    return spec(
         shape=shape,
         context_length=draw(st.sampled_from([32, 48, 64])),
         global_batch=draw(st.integers(1, 24)),
@@ -39,7 +39,7 @@ def questions(draw: st.DrawFn) -> SearchQuestion:
 
 @settings(max_examples=40, deadline=None)
 @given(questions())
-def test_every_candidate_divides(asked: SearchQuestion) -> None:
+def test_every_candidate_divides(asked: SearchSpec) -> None:
     shape = asked.shape
     for chunk in candidate_chunks(asked, chunk=500):
         layouts = chunk.layouts
@@ -65,18 +65,18 @@ def test_every_candidate_divides(asked: SearchQuestion) -> None:
             assert not any(_is_refused(chunk, place, asked) for place in range(len(chunk)))
 
 
-def _is_refused(chunk: Candidates, place: int, asked: SearchQuestion) -> bool:
+def _is_refused(chunk: Candidates, place: int, asked: SearchSpec) -> bool:
     work = Work(
         shape=asked.shape,
         context_length=asked.context_length,
         num_micro_batches=int(chunk.num_micro_batches[place]),
     )
-    return bool(refusals(layout_at(chunk, place), work))
+    return bool(unsupported_reasons(layout_at(chunk, place), work))
 
 
 @settings(max_examples=10, deadline=None)
 @given(questions())
-def test_all_that_runs_is_there(asked: SearchQuestion) -> None:
+def test_all_that_runs_is_there(asked: SearchSpec) -> None:
     every = dataclasses.replace(asked, runnable=False)
     expected = sum(
         not _is_refused(chunk, place, asked)
@@ -89,7 +89,7 @@ def test_all_that_runs_is_there(asked: SearchQuestion) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(questions())
-def test_each_comes_once(asked: SearchQuestion) -> None:
+def test_each_comes_once(asked: SearchSpec) -> None:
     chunks = [chunk.columns for chunk in candidate_chunks(asked, chunk=700)]
     if chunks:
         columns = np.concatenate(chunks, axis=1)
@@ -97,14 +97,14 @@ def test_each_comes_once(asked: SearchQuestion) -> None:
 
 
 def test_none_that_divides_is_missing() -> None:
-    asked = question(num_devices=4, global_batch=4)
+    asked = spec(num_devices=4, global_batch=4)
     found = sum(len(chunk) for chunk in candidate_chunks(asked))
     assert found == sum(1 for _ in oracle(asked))
     assert found > 100
 
 
 def test_columns_make_the_same_candidates_again() -> None:
-    asked = question()
+    asked = spec()
     chunk = next(candidate_chunks(asked))
     again = candidates_of(chunk.columns, asked)
     assert (again.columns == chunk.columns).all()
@@ -113,7 +113,7 @@ def test_columns_make_the_same_candidates_again() -> None:
 
 
 def test_what_is_given_is_not_searched() -> None:
-    asked = question(fixed={"tensor": 2, "checkpointing": 2, "micro_batch": 1})
+    asked = spec(fixed={"tensor": 2, "checkpointing": 2, "micro_batch": 1})
     chunks = list(candidate_chunks(asked))
     assert chunks
     for chunk in chunks:
@@ -123,7 +123,7 @@ def test_what_is_given_is_not_searched() -> None:
 
 
 def test_context_ranks_share_states_where_the_framework_shards_over_them() -> None:
-    asked = question(conventions=Conventions(shards_context=True))
+    asked = spec(framework_settings=FrameworkSettings(shards_context=True))
     chunks = list(candidate_chunks(asked))
     alone = [chunk.take((chunk.layouts.shard == 1) & (chunk.layouts.stage > 0)) for chunk in chunks]
     assert sum(map(len, alone)) > 0

@@ -17,7 +17,6 @@ from paceline.planner.calibrations.store import known_calibrations
 from paceline.planner.search.advice import compare
 from paceline.planner.search.budget import estimate_run
 from paceline.planner.search.candidates import Mesh, candidate_chunks, candidates_of, expert_sizes
-from paceline.planner.search.choice import Choice
 from paceline.planner.search.exports import (
     megatron_flags,
     megatron_notes,
@@ -25,24 +24,24 @@ from paceline.planner.search.exports import (
     torchtitan_refusal,
     write_exports,
 )
-from paceline.planner.search.search import NoLayoutError, search
-from paceline.planner.search.spec import SearchQuestion, assumed_costs, parse_fixed
+from paceline.planner.search.search import Candidate, NoLayoutError, search
+from paceline.planner.search.spec import SearchSpec, assumed_performance, parse_fixed
 from paceline.predict.cost.experts import model_flops_per_token
 from paceline.records import decode_plan
 from paceline.training.plan import read_plan
 from tests.unit.planner.search.search_cases import (
-    COSTS,
     H100,
     MIXTURE,
+    PERFORMANCE,
     oracle,
-    question,
+    spec,
     with_memory,
 )
 
-ASKED = question(experts=MIXTURE, num_devices=4, global_batch=2)
+ASKED = spec(experts=MIXTURE, num_devices=4, global_batch=2)
 
 
-def _preset(name: str, devices: int = 16, **changes: object) -> SearchQuestion:
+def _preset(name: str, devices: int = 16, **changes: object) -> SearchSpec:
     shape, experts = find_preset(name)
     values: dict[str, object] = {
         "shape": shape,
@@ -53,7 +52,7 @@ def _preset(name: str, devices: int = 16, **changes: object) -> SearchQuestion:
         "memory_bytes": 80e9,
         "devices_per_host": 8,
     }
-    return question(**values | changes)
+    return spec(**values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_the_best_is_that_of_trying_every_layout(
     memories = sorted(memory for _, memory, _ in tried)
     capacity = memories[int(share * (len(memories) - 1))]
     fitting = [seconds for seconds, memory, _ in tried if memory <= capacity]
-    result = search(with_memory(ASKED, capacity), COSTS, top=100)
+    result = search(with_memory(ASKED, capacity), PERFORMANCE, top=100)
     assert result.best.step_time_s.value == pytest.approx(min(fitting), rel=1e-8)
     assert result.num_candidates == len(tried)
     assert result.num_fitting == len(fitting)
@@ -82,7 +81,7 @@ def test_every_mesh_shows_its_own_best(tried: list[tuple[float, float, object]])
         best[mesh] = min(best.get(mesh, seconds), seconds)
     shown = {
         tuple(getattr(each.layout, axis) for axis in axes): each.step_time_s.value
-        for each in search(ASKED, COSTS, top=1000).choices
+        for each in search(ASKED, PERFORMANCE, top=1000).choices
     }
     assert shown.keys() == best.keys()
     assert {mesh[3] for mesh in best} == {1, 2, 4}
@@ -98,7 +97,7 @@ def test_columns_make_the_same_candidates_again() -> None:
 
 
 def test_dense_models_have_no_expert_ranks() -> None:
-    chunk = next(candidate_chunks(question()))
+    chunk = next(candidate_chunks(spec()))
     assert chunk.layouts.expert == 1
     assert len(chunk.columns) == len(next(candidate_chunks(ASKED)).columns) - 1
 
@@ -113,7 +112,8 @@ def test_expert_ranks_divide_experts_and_the_ranks_of_a_stage() -> None:
 
 def test_terms_have_what_experts_send() -> None:
     one, all_of_them = (
-        search(dataclasses.replace(ASKED, fixed={"expert": ranks}), COSTS).best for ranks in (1, 4)
+        search(dataclasses.replace(ASKED, fixed={"expert": ranks}), PERFORMANCE).best
+        for ranks in (1, 4)
     )
     assert one.terms_s["expert_s"] == 0
     assert all_of_them.terms_s["expert_s"] > 0
@@ -125,7 +125,7 @@ def test_terms_have_what_experts_send() -> None:
 
 def test_mfu_counts_active_weights() -> None:
     asked, peak = _preset("deepseek-v3", 512), H100.peak("bfloat16").value
-    best = search(asked, COSTS, top=1, peak_flops=peak).best
+    best = search(asked, PERFORMANCE, top=1, peak_flops=peak).best
     flops = model_flops_per_token(asked.shape, asked.experts, 4096) * asked.tokens_per_step
     assert best.mfu == pytest.approx(flops / (best.step_time_s.value * best.devices * peak))
     all_saved, active_saved = (
@@ -137,13 +137,13 @@ def test_mfu_counts_active_weights() -> None:
 
 def test_another_number_of_expert_ranks_is_explained() -> None:
     asked = _preset("qwen3-30B-A3B")
-    best = search(asked, COSTS).best
-    other = compare("ep=4,tp=2", best, asked, COSTS, None)
+    best = search(asked, PERFORMANCE).best
+    other = compare("ep=4,tp=2", best, asked, PERFORMANCE, None)
     assert (other.other.layout.expert, other.other.layout.tensor) == (4, 2)
     assert other.other.layout.sequence_parallel
     assert parse_fixed("ep=8") == {"expert": 8}
     with pytest.raises(NoLayoutError, match=r"with ep=3 divides .* 32 heads, 128 experts"):
-        compare("ep=3", best, asked, COSTS, None)
+        compare("ep=3", best, asked, PERFORMANCE, None)
 
 
 def test_expert_ranks_are_ranks_of_a_stage() -> None:
@@ -154,10 +154,10 @@ def test_expert_ranks_are_ranks_of_a_stage() -> None:
 
 def test_what_has_no_experts_is_refused() -> None:
     with pytest.raises(UsageError, match="ep=8: the model has no experts to divide"):
-        question(fixed={"expert": 8})
-    assert question(fixed={"expert": 1}).experts is None
+        spec(fixed={"expert": 8})
+    assert spec(fixed={"expert": 1}).experts is None
     with pytest.raises(UsageError, match="not support mixtures of experts, so no layout"):
-        question(experts=MIXTURE, runnable=True)
+        spec(experts=MIXTURE, runnable=True)
     with pytest.raises(UsageError, match="mixtral-8x7B is a mixture of experts, which only"):
         model_preset("mixtral-8x7B")
     with pytest.raises(UsageError, match="did you mean 'mixtral-8x7B'"):
@@ -166,7 +166,7 @@ def test_what_has_no_experts_is_refused() -> None:
 
 def test_costs_that_are_assumed_are_those_of_small_matmuls() -> None:
     dense, mixture = (
-        assumed_costs(H100, "bfloat16", of_experts=of_experts) for of_experts in (False, True)
+        assumed_performance(H100, "bfloat16", of_experts=of_experts) for of_experts in (False, True)
     )
     assert mixture.cluster.flops_per_s < dense.cluster.flops_per_s
     assert "no calibration of experts for h100-sxm" in mixture.note
@@ -179,8 +179,8 @@ def test_calibrations_of_experts_are_told_by_their_name() -> None:
     assert isinstance(dense, FrameworkCalibration)
 
 
-def _best(asked: SearchQuestion) -> Choice:
-    return search(asked, COSTS, top=1).best
+def _best(asked: SearchSpec) -> Candidate:
+    return search(asked, PERFORMANCE, top=1).best
 
 
 def test_megatron_flags() -> None:
@@ -200,7 +200,7 @@ def test_megatron_flags() -> None:
     # The shape's head width is a mean, which Megatron cannot use.
     assert not any(flag.startswith(("--kv-channels", "--num-query-groups")) for flag in flags)
     assert "--multi-latent-attention" in " ".join(megatron_notes(_best(asked), asked))
-    dense = question()
+    dense = spec()
     plain = " ".join(megatron_flags(_best(dense), dense))
     assert "expert" not in plain
     assert "moe" not in plain

@@ -8,7 +8,6 @@ from typing import Any
 from paceline.core import ModelShape, model_preset
 from paceline.core.plan import Estimate, ParallelLayout
 from paceline.core.specs import BatchShape
-from paceline.planner.search.choice import Choice
 from paceline.planner.search.exports import (
     megatron_flags,
     megatron_notes,
@@ -16,9 +15,10 @@ from paceline.planner.search.exports import (
     torchtitan_config,
     write_exports,
 )
-from paceline.planner.search.spec import SearchQuestion
+from paceline.planner.search.search import Candidate
+from paceline.planner.search.spec import SearchSpec
 from paceline.records import decode_plan
-from tests.unit.planner.search.search_cases import question
+from tests.unit.planner.search.search_cases import spec
 
 WIDE = ParallelLayout(
     replicate=4,
@@ -31,8 +31,8 @@ WIDE = ParallelLayout(
 )
 
 
-def _asked(shape: ModelShape | None = None, **changes: Any) -> SearchQuestion:
-    return question(
+def _asked(shape: ModelShape | None = None, **changes: Any) -> SearchSpec:
+    return spec(
         shape=shape or model_preset("llama3-405B"),
         context_length=8192,
         global_batch=2048,
@@ -42,8 +42,8 @@ def _asked(shape: ModelShape | None = None, **changes: Any) -> SearchQuestion:
     )
 
 
-def _choice(layout: ParallelLayout, passes: int = 16, micro_batch: int = 1) -> Choice:
-    return Choice(
+def _choice(layout: ParallelLayout, passes: int = 16, micro_batch: int = 1) -> Candidate:
+    return Candidate(
         layout=layout,
         batch=BatchShape(num_sequences=micro_batch, context_length=8192, accumulation_steps=passes),
         devices=layout.world_size,

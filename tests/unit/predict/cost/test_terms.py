@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
-from paceline.predict.cost.cluster import Cluster, MeasuredCells, Tier, Tiers, cell_of
+from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, Tier, Tiers, cell_of
 from paceline.predict.cost.communication import (
-    MeshSpans,
+    CommGroups,
     all_to_all_time_s,
     data_slowdown,
     gradient_time_s,
@@ -97,14 +97,14 @@ def test_states_sharded_over_context_are_reduced_over_both() -> None:
     both = dataclasses.replace(layouts, shards_context=True)
     assert both.state_shards[0] == 8
     size = 4 * 1e6
-    seconds = gradient_time_s(both, WORKLOAD, MeshSpans.of(both, TIERS), 1e6)
+    seconds = gradient_time_s(both, WORKLOAD, CommGroups.of(both, TIERS), 1e6)
     assert seconds[0] == pytest.approx(7 / 8 * size / 1e11)
     assert _terms(both).optimizer_s[0] == pytest.approx(_terms(layouts).optimizer_s[0] / 2)
 
 
 def test_cells_scale_the_layers_of_their_sizes() -> None:
     cell = int(cell_of(1024, 256, 1))
-    cells = MeasuredCells(entries=((cell, float(np.log(1.5))),))
+    cells = MeasuredCorrections(entries=((cell, float(np.log(1.5))),))
     plain, scaled = _terms(), _terms(cells=cells)
     head = 6 * 1000 * 256 * 1024 / 1e14
     layers = plain.compute_s[0] / 3 - head + plain.memory_s[0] / 3
@@ -115,7 +115,7 @@ def test_cells_scale_the_layers_of_their_sizes() -> None:
 
 
 def test_cells_are_drawn_towards_one() -> None:
-    made = MeasuredCells.of(np.array([7, 7, 9]), np.array([0.4, 0.4, 0.3]))
+    made = MeasuredCorrections.of(np.array([7, 7, 9]), np.array([0.4, 0.4, 0.3]))
     assert dict(made.entries) == {7: 0.2, 9: 0.1}
 
 

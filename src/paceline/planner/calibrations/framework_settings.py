@@ -12,7 +12,7 @@ from paceline.predict.cost.layouts import AttentionKernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Conventions:
+class FrameworkSettings:
     """Defaults shared by all runs of a framework."""
 
     attention: AttentionKernel = "flash"
@@ -50,18 +50,18 @@ _FAMILIES = {
     "NeMo 24.07": "nemo",
     "fms-fsdp (PyTorch FSDP, compile)": "fms-fsdp",
 }
-_CONVENTIONS = {
-    "vtrain-host": Conventions(attention="naive", dropout=True, reduction="float16"),
-    "vtrain": Conventions(attention="naive", dropout=True, reduction="float16"),
-    "bloom": Conventions(attention="naive", reduction="float16"),
-    "megatron-2020": Conventions(
+_SETTINGS = {
+    "vtrain-host": FrameworkSettings(attention="naive", dropout=True, reduction="float16"),
+    "vtrain": FrameworkSettings(attention="naive", dropout=True, reduction="float16"),
+    "bloom": FrameworkSettings(attention="naive", reduction="float16"),
+    "megatron-2020": FrameworkSettings(
         attention="naive", dropout=True, reduction="float16", recompute="full"
     ),
-    "megatron-2021": Conventions(attention="naive", dropout=True, reduction="float16"),
-    "megatron-2022": Conventions(attention="naive", dropout=True, reduction="float16"),
-    "llm-foundry": Conventions(reduces_every_pass=True, fused_loss=True),
-    "maxtext": Conventions(recompute="full"),
-    "torchtitan": Conventions(
+    "megatron-2021": FrameworkSettings(attention="naive", dropout=True, reduction="float16"),
+    "megatron-2022": FrameworkSettings(attention="naive", dropout=True, reduction="float16"),
+    "llm-foundry": FrameworkSettings(reduces_every_pass=True, fused_loss=True),
+    "maxtext": FrameworkSettings(recompute="full"),
+    "torchtitan": FrameworkSettings(
         reduction="float32", as_many_passes_as_stages=True, fused_loss=True, repeated_matmuls=0.5
     ),
 }
@@ -88,9 +88,9 @@ def family(framework: str, *, one_host: bool = False) -> str:
     return _FAMILIES.get(framework, framework.lower())
 
 
-def conventions(framework: str) -> Conventions:
-    """Returns the conventions of a framework or family."""
-    return _CONVENTIONS.get(family(framework), Conventions())
+def framework_settings(framework: str) -> FrameworkSettings:
+    """Returns the settings of a framework or family."""
+    return _SETTINGS.get(family(framework), FrameworkSettings())
 
 
 def device_name(device: str) -> str:
@@ -109,7 +109,7 @@ def compute_dtype(precision: str) -> str:
 def training_precision(framework: str, dtype: str) -> Precision:
     """Returns a framework's mixed-precision dtypes. Below 16 bits, only matmuls differ."""
     half = "float16" if dtype == "float16" else "bfloat16"
-    reduction = conventions(framework).reduction
+    reduction = framework_settings(framework).reduction
     if family(framework) == "torchtitan":
         return Precision(compute="bfloat16", reduction="float32")
     return Precision(
