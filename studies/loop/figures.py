@@ -14,7 +14,7 @@ import msgspec
 from paceline.loop.choose import fit_sweep
 from paceline.loop.directory import SWEEP_ENTRIES, LoopDirectory, Outcome
 from paceline.loop.sweep_directory import RunRow
-from paceline.predict.history import HistoryEntry, coverage
+from paceline.predict.history import HistoryEntry, accuracy_by_quantity
 from paceline.records import RecordStore
 from paceline.reports.plots.scaling_laws import plot_errors, plot_target
 from paceline.reports.plots.style import dark
@@ -38,8 +38,8 @@ def tables() -> dict[str, Table]:
     return {
         "loop": outcome_table(_outcome(directory).entries, _caption(directory)),
         "loop-seeds": _seeds_table(),
-        "loop-coverage": coverage_table(coverage(finals), "Final runs of all loops"),
-        "loop-sweeps": coverage_table(coverage(_sweep_entries()), "Runs of the sweeps"),
+        "loop-coverage": coverage_table(accuracy_by_quantity(finals), "Final runs of all loops"),
+        "loop-sweeps": coverage_table(accuracy_by_quantity(_sweep_entries()), "Runs of the sweeps"),
         "loop-baselines": _baselines_table(),
         "loop-kills": _kills_table(),
     }

@@ -9,13 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.units import format_binary_bytes, format_decimal
-from paceline.predict.backtest import (
-    BacktestCase,
-    HeldOutPrediction,
-    leave_one_out,
-    predict_others,
-    summarize,
-)
+from paceline.predict.backtest import BacktestCase, HeldOutPrediction, leave_one_out, predict_others
+from paceline.predict.intervals import accuracy
 from paceline.records import Record, join_key
 from paceline.records.kinds import LINK_RATE, PREDICTION
 from paceline.reports.plots.planning import plot_backtest
@@ -107,7 +102,7 @@ def layouts_table(records: Sequence[Record]) -> Table:
     rows = []
     for choice in choices(study):
         model, link = choice.place
-        errors = [abs(each.error) for each in by_place[choice.place]]
+        errors = [abs(each.error or 0.0) for each in by_place[choice.place]]
         rows.append(
             (
                 *(model, link, str(len(errors))),
@@ -130,7 +125,7 @@ def layouts_table(records: Sequence[Record]) -> Table:
 
 def summary(study: Study) -> str:
     """Returns the errors over all cases as a sentence."""
-    held_out = summarize(leave_one_out(study.cases, LAYOUT_TERMS))
+    held_out = accuracy(leave_one_out(study.cases, LAYOUT_TERMS))
     plain = statistics.median(map(abs, study.time_errors))
     memory = list(map(abs, study.memory_errors))
     return (

@@ -11,7 +11,7 @@ from paceline.core.units import format_binary_bytes, format_duration, format_sec
 from paceline.loop.choose import fit_sweep
 from paceline.loop.directory import PAGE, ChosenLayout, ChosenModel, LoopDirectory, Outcome
 from paceline.loop.sweep import sweep_table
-from paceline.predict.history import HistoryEntry, coverage, read_history
+from paceline.predict.history import HistoryEntry, accuracy_by_quantity, read_history
 from paceline.reports.document.model import Block, Chapter, Page, Picture
 from paceline.reports.document.render import picture_of, render_page
 from paceline.reports.plots.scaling_laws import plot_errors, plot_profiles, plot_target
@@ -138,7 +138,7 @@ def _exploration(model: ChosenModel, outcome: Outcome) -> Chapter:
 def _history(path: pathlib.Path) -> Chapter:
     entries = read_history(path)
     caption = "All predictions on this machine, and how often measurements were inside the interval"
-    table = coverage_table(coverage(entries), caption)
+    table = coverage_table(accuracy_by_quantity(entries), caption)
     return Chapter(title="All predictions so far", blocks=(Block(tables=(table,)),))
 
 

@@ -4,9 +4,8 @@ A prediction is a sum of terms. If measurements of other cases are available, ea
 gets a correction factor: the least-squares solution for the relative errors, regularized towards 1.
 The interval of a corrected prediction covers nine in ten of the errors of the other cases.
 
-Every case is predicted with factors and an interval fitted without it (leave-one-out).
-
-Records of predicted steps, and their join with measurements for the backtest.
+Every case is predicted with factors and an interval fitted without it (leave-one-out). Predicted
+and measured steps are records, joined by their case.
 """
 
 import dataclasses
@@ -23,6 +22,7 @@ from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.predict.calibration import Calibration
+from paceline.predict.intervals import Outcome
 from paceline.predict.step import StepTerms, strategy_step_terms
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
 from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, find_kind
@@ -78,36 +78,11 @@ class Correction:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldOutPrediction:
+class HeldOutPrediction(Outcome):
     """A case with its prediction from the other cases."""
 
     case: BacktestCase
     predicted: Estimate
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted.value / self.case.measured_s - 1
-
-    @property
-    def is_covered(self) -> bool | None:
-        """Whether the interval contains the measured value; None without an interval."""
-        low, high = self.predicted.low, self.predicted.high
-        return None if low is None or high is None else low <= self.case.measured_s <= high
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BacktestSummary:
-    """Summary statistics of held-out predictions."""
-
-    num_cases: int
-    median_error: float
-    """Median of the absolute relative errors."""
-    ninetieth_error: float
-    coverage: float | None
-    """Fraction of cases inside their interval; None if there are no intervals."""
-    median_width: float | None
-    """Median half-width of the intervals, relative to the prediction."""
 
 
 def fit_correction(cases: Sequence[BacktestCase], groups: Groups = GROUPS) -> Correction:
@@ -168,27 +143,9 @@ def predict_others(
         correction = fit_correction(cases, groups)
         predicted = [correction.apply(case.terms) for case in held_out]
     return [
-        HeldOutPrediction(case=case, predicted=estimate)
+        HeldOutPrediction(case=case, predicted=estimate, measured=case.measured_s)
         for case, estimate in zip(held_out, predicted, strict=True)
     ]
-
-
-def summarize(held_out: Sequence[HeldOutPrediction]) -> BacktestSummary:
-    """Returns the error and coverage over all predictions."""
-    errors = np.abs([each.error for each in held_out])
-    covered = [each.is_covered for each in held_out if each.is_covered is not None]
-    widths = [
-        (each.predicted.high - each.predicted.low) / (2 * each.predicted.value)
-        for each in held_out
-        if each.predicted.low is not None and each.predicted.high is not None
-    ]
-    return BacktestSummary(
-        num_cases=len(held_out),
-        median_error=float(np.median(errors)),
-        ninetieth_error=float(np.quantile(errors, 0.9)),
-        coverage=float(np.mean(covered)) if covered else None,
-        median_width=float(np.median(widths)) if widths else None,
-    )
 
 
 def _grouped(terms: Mapping[str, float], groups: Groups) -> Array:

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.plan import Estimate
+from paceline.predict.intervals import COVERAGE, Accuracy, Outcome, accuracy, weighted_quantile
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
 Quantity = Literal["step_time_s", "memory_bytes", "duration_s", "heldout_loss"]
@@ -25,7 +25,6 @@ QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 
 _KIND = "forecast"
 _VARIABLE = "PACELINE_HISTORY"
-_LEVEL = 0.9
 _FEWEST = 5
 """Minimum number of earlier runs for a correction."""
 _FIRST_STEPS = (0.9, 2.2)
@@ -41,7 +40,7 @@ _LEAST_SPREAD = 0.03
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HistoryEntry:
+class HistoryEntry(Outcome):
     """One predicted and measured quantity of one run."""
 
     quantity: Quantity
@@ -54,34 +53,6 @@ class HistoryEntry:
     hardware: str
     formula: float | None
     """Uncorrected prediction of the formulas; None if there is no formula, as for a loss."""
-    predicted: Estimate | None
-    """Final prediction; None if the run was too early to have one."""
-    measured: float
-
-    @property
-    def error(self) -> float | None:
-        """Relative error of the prediction."""
-        return None if self.predicted is None else self.predicted.value / self.measured - 1
-
-    @property
-    def is_inside(self) -> bool | None:
-        """Whether the interval contains the measured value; None without an interval."""
-        if self.predicted is None or self.predicted.low is None or self.predicted.high is None:
-            return None
-        return self.predicted.low <= self.measured <= self.predicted.high
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Coverage:
-    """Summary statistics of all predictions of one quantity."""
-
-    quantity: Quantity
-    num_predicted: int
-    median_error: float
-    """Median of the absolute relative errors."""
-    largest_error: float
-    num_intervals: int
-    num_inside: int
 
 
 def history_path() -> pathlib.Path:
@@ -155,40 +126,25 @@ def corrected(
     weights *= np.where(is_same_kind, 1.0, _OTHER_KIND)
     if quantity == "memory_bytes":
         # A process's memory beyond its tensors does not grow with the tensors.
-        beside = _quantile(measured - formulas, weights, 0.5)
+        beside = weighted_quantile(measured - formulas, weights, 0.5)
         value = max(formula + beside, 0.0)
-        spread = _quantile(np.abs(measured - formulas - beside), weights, _LEVEL)
+        spread = weighted_quantile(np.abs(measured - formulas - beside), weights, COVERAGE)
         spread = max(spread, _LEAST_SPREAD * value)
         return Estimate(value=value, low=max(value - spread, 0.0), high=value + spread)
     logarithms = np.log(measured / formulas)
-    factor = _quantile(logarithms, weights, 0.5)
-    spread = max(_quantile(np.abs(logarithms - factor), weights, _LEVEL), _LEAST_SPREAD)
+    factor = weighted_quantile(logarithms, weights, 0.5)
+    spread = max(weighted_quantile(np.abs(logarithms - factor), weights, COVERAGE), _LEAST_SPREAD)
     value = formula * math.exp(factor)
     return Estimate(value=value, low=value * math.exp(-spread), high=value * math.exp(spread))
 
 
-def coverage(history: Iterable[HistoryEntry]) -> list[Coverage]:
-    """Returns the error and coverage of every predicted quantity."""
-    found = []
-    for quantity in QUANTITIES:
-        predicted = [
-            each for each in history if each.quantity == quantity and each.predicted is not None
-        ]
-        if not predicted:
-            continue
-        errors = np.abs([each.error for each in predicted if each.error is not None])
-        inside = [each.is_inside for each in predicted if each.is_inside is not None]
-        found.append(
-            Coverage(
-                quantity=quantity,
-                num_predicted=len(predicted),
-                median_error=float(np.median(errors)),
-                largest_error=float(errors.max()),
-                num_intervals=len(inside),
-                num_inside=sum(inside),
-            )
-        )
-    return found
+def accuracy_by_quantity(history: Sequence[HistoryEntry]) -> dict[Quantity, Accuracy]:
+    """Returns the errors and the coverage of every quantity that was predicted."""
+    predicted = {
+        quantity: [each for each in history if each.quantity == quantity and each.predicted]
+        for quantity in QUANTITIES
+    }
+    return {quantity: accuracy(entries) for quantity, entries in predicted.items() if entries}
 
 
 def _entries(records: Iterable[Record]) -> Iterator[HistoryEntry]:
@@ -205,13 +161,3 @@ def _entries(records: Iterable[Record]) -> Iterator[HistoryEntry]:
             else Estimate(value=predicted.value, low=predicted.low, high=predicted.high),
             measured=metrics["measured"].value,
         )
-
-
-def _quantile(
-    values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], share: float
-) -> float:
-    """Returns the weighted quantile of values at `share`."""
-    order = np.argsort(values)
-    cumulated = np.cumsum(weights[order])
-    place = int(np.searchsorted(cumulated, share * cumulated[-1]))
-    return float(values[order][min(place, len(values) - 1)])

@@ -8,7 +8,7 @@ import pytest
 from paceline.core.errors import UsageError
 from paceline.loop.directory import PAGE
 from paceline.loop.page import layout_table, write_loop_page
-from paceline.predict.history import coverage, read_history
+from paceline.predict.history import accuracy_by_quantity, read_history
 from paceline.reports.tables.predictions import coverage_table, outcome_table
 from paceline.reports.tables.table import render_markdown
 from paceline.training.run_directory import RECORD
@@ -43,5 +43,5 @@ def test_the_page_shows_every_stage(tmp_path: pathlib.Path) -> None:
     assert len(layout_table(layout).rows) == len(layout.candidates)
     table = outcome_table(outcome.entries, "run")
     assert table.rows[0][0] == "held-out loss"
-    found = coverage(read_history(tmp_path / "history.jsonl"))
+    found = accuracy_by_quantity(read_history(tmp_path / "history.jsonl"))
     assert "inside their 90% interval" in render_markdown(coverage_table(found, "all"))

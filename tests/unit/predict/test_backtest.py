@@ -12,8 +12,8 @@ from paceline.predict.backtest import (
     fit_correction,
     leave_group_out,
     leave_one_out,
-    summarize,
 )
+from paceline.predict.intervals import accuracy
 
 FACTORS = {"matmul": 1.2, "elementwise": 0.7, "update": 1.5, "contention": 1.0, "exposed": 0.8}
 
@@ -38,7 +38,7 @@ def test_factors_are_found() -> None:
 
 
 def test_without_noise_nothing_is_left() -> None:
-    summary = summarize(leave_one_out(_cases(100, noise=0.0)))
+    summary = accuracy(leave_one_out(_cases(100, noise=0.0)))
     assert summary.ninetieth_error < 0.02
     assert summary.median_width is not None
     assert summary.median_width < 0.03
@@ -61,7 +61,7 @@ def test_few_cases_draw_factors_little() -> None:
 
 def test_intervals_hold_what_they_promise() -> None:
     covered = [
-        summarize(leave_one_out(_cases(60, noise=0.1, seed=seed))).coverage or 0.0
+        accuracy(leave_one_out(_cases(60, noise=0.1, seed=seed))).coverage or 0.0
         for seed in range(20)
     ]
     assert 0.87 <= float(np.mean(covered)) <= 0.95
@@ -83,7 +83,7 @@ def test_a_case_does_not_judge_itself() -> None:
     odd = BacktestCase(labels={}, terms=cases[0].terms, measured_s=10 * cases[0].measured_s)
     (found,) = [each for each in leave_one_out([odd, *cases[1:]]) if each.case is odd]
     assert found.error == pytest.approx(-0.9, abs=0.02)
-    assert not found.is_covered
+    assert not found.is_inside
 
 
 def test_a_group_does_not_judge_itself() -> None:
@@ -109,8 +109,8 @@ def test_few_cases_are_predicted_without_intervals(number: int) -> None:
     for found, case in zip(leave_one_out(cases), cases, strict=True):
         assert found.predicted.value == pytest.approx(sum(case.terms.values()))
         assert found.error == pytest.approx(sum(case.terms.values()) / case.measured_s - 1)
-        assert (found.predicted.low, found.is_covered) == (None, None)
-    summary = summarize(leave_one_out(cases))
-    assert (summary.num_cases, summary.coverage, summary.median_width) == (number, None, None)
+        assert (found.predicted.low, found.is_inside) == (None, None)
+    summary = accuracy(leave_one_out(cases))
+    assert (summary.num_predicted, summary.coverage, summary.median_width) == (number, None, None)
     # With 11 cases, every case has ten others.
-    assert summarize(leave_one_out(_cases(11, noise=0.1))).coverage is not None
+    assert accuracy(leave_one_out(_cases(11, noise=0.1))).coverage is not None

@@ -11,9 +11,9 @@ from paceline.core.plan import Estimate
 from paceline.predict.history import (
     HistoryEntry,
     Quantity,
+    accuracy_by_quantity,
     append_history,
     corrected,
-    coverage,
     history_path,
     read_history,
 )
@@ -135,7 +135,7 @@ def test_coverage_counts_what_was_inside() -> None:
         _entry(),
         _entry("memory_bytes"),
     ]
-    (found,) = coverage(history)
+    (found,) = accuracy_by_quantity(history).values()
     assert (found.num_predicted, found.num_intervals, found.num_inside) == (3, 2, 1)
     assert found.median_error == pytest.approx(0.2)
     assert found.largest_error == pytest.approx(0.3)

@@ -126,7 +126,8 @@ class BacktestCommand:
         """Predicts each case from the others; without files, summarises the history of runs."""
         if not self.records:
             return self._print_history()
-        from paceline.predict.backtest import leave_one_out, predict_others, summarize
+        from paceline.predict.backtest import leave_one_out, predict_others
+        from paceline.predict.intervals import accuracy
         from paceline.reports.tables.predictions import backtest_table
 
         cases = _read_cases(self.records)
@@ -136,7 +137,9 @@ class BacktestCommand:
         if self.output.json:
             for each in held_out:
                 print_json(each)
-            print_json(summarize(held_out[: len(cases)]))
+            found = accuracy(held_out[: len(cases)])
+            row = {"num_cases": found.num_predicted, "coverage": found.coverage}
+            print_json(row | dataclasses.asdict(found))
         else:
             stdout_console().print(backtest_table(held_out, counted=len(cases)))
         if self.figure is not None:
@@ -147,19 +150,19 @@ class BacktestCommand:
         return 0
 
     def _print_history(self) -> int:
-        from paceline.predict.history import coverage, history_path, read_history
+        from paceline.predict.history import accuracy_by_quantity, history_path, read_history
         from paceline.reports.tables.predictions import coverage_table
 
         path = history_path()
-        found = coverage(read_history(path))
+        found = accuracy_by_quantity(read_history(path))
         if not found:
             raise UsageError(
                 f"{path}: no predictions yet; paceline loop, and paceline train with "
                 "--calibration, write them"
             )
         if self.output.json:
-            for each in found:
-                print_json(each)
+            for quantity, each in found.items():
+                print_json({"quantity": quantity} | dataclasses.asdict(each))
         else:
             stdout_console().print(coverage_table(found, f"All predictions in {path}"))
         return 0

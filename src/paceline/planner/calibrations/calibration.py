@@ -7,11 +7,11 @@ devices, sequence length, model width, tokens per pass or a mesh axis beyond tha
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.accounting.intervals import conformal_quantile
 from paceline.core.specs import Precision
@@ -110,18 +110,14 @@ class FrameworkCalibration:
 
     def half_width(self) -> float:
         """Returns the log of the interval's factor within measured ranges, over all regimes."""
-        return half_width(np.array([abs(each.log_ratio) for each in self.residuals]))
+        ratios = [abs(each.log_ratio) for each in self.residuals]
+        return conformal_quantile(ratios) if ratios else math.log(2)
 
     def _half_width(self, one_host: bool) -> float:
         ratios = [abs(each.log_ratio) for each in self.residuals if each.one_host == one_host]
         if len(ratios) < _ENOUGH:
             return self.half_width()
-        return half_width(np.array(ratios))
-
-
-def half_width(ratios: npt.NDArray[np.float64]) -> float:
-    """Returns the conformal 90% quantile of absolute residuals; a factor of 2 without any."""
-    return conformal_quantile(ratios) if len(ratios) else float(np.log(2))
+        return conformal_quantile(ratios)
 
 
 def features(layouts: Layouts, workload: Workload) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import collections
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from paceline.accounting.intervals import COVERAGE
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
-from paceline.predict.backtest import FEWEST_CASES, HeldOutPrediction, leave_group_out, summarize
-from paceline.predict.history import Coverage, HistoryEntry, Quantity
+from paceline.predict.backtest import FEWEST_CASES, HeldOutPrediction, leave_group_out
+from paceline.predict.history import HistoryEntry, Quantity
+from paceline.predict.intervals import Accuracy, accuracy
 from paceline.records import Metric, Record, join_key
 from paceline.records.kinds import PREDICTION
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
@@ -54,13 +55,13 @@ def between(low: str, high: str) -> str:
     return f"{number if unit == other and len(unit) == 1 else low} to {high}"
 
 
-def coverage_table(found: Sequence[Coverage], caption: str) -> Table:
+def coverage_table(found: Mapping[Quantity, Accuracy], caption: str) -> Table:
     """Returns a row per predicted quantity: errors, and coverage of the intervals."""
     return Table(
         headers=("", "predictions", "median error", "largest error", "inside their 90% interval"),
         rows=tuple(
             (
-                WRITTEN[each.quantity][0],
+                WRITTEN[quantity][0],
                 str(each.num_predicted),
                 f"{each.median_error:.1%}",
                 f"{each.largest_error:.1%}",
@@ -68,7 +69,7 @@ def coverage_table(found: Sequence[Coverage], caption: str) -> Table:
                 if each.num_intervals
                 else NOT_APPLICABLE,
             )
-            for each in found
+            for quantity, each in found.items()
         ),
         caption=caption,
     )
@@ -128,9 +129,9 @@ def _cases_table(held_out: Sequence[HeldOutPrediction]) -> Table:
 
 def summary_text(held_out: Sequence[HeldOutPrediction]) -> str:
     """Returns error and coverage as a sentence."""
-    summary = summarize(held_out)
+    summary = accuracy(held_out)
     text = (
-        f"{summary.num_cases} cases: the median of absolute errors is {summary.median_error:.1%}, "
+        f"{len(held_out)} cases: the median of absolute errors is {summary.median_error:.1%}, "
         f"nine in ten are below {summary.ninetieth_error:.1%}"
     )
     if summary.coverage is None:
@@ -154,14 +155,14 @@ def _harder_summaries(held_out: Sequence[HeldOutPrediction]) -> Iterator[str]:
 
 
 def _summary(group: Sequence[HeldOutPrediction]) -> tuple[str, ...]:
-    errors = [each.error for each in group]
+    errors = [each.error for each in group if each.error is not None]
     times = [each.case.measured_s * 1e3 for each in group]
     return (
         str(len(group)),
         f"{min(times):.0f} to {max(times):.0f}",
         f"{statistics.median(abs(error) for error in errors):.1%}",
         f"{max(errors, key=abs):+.1%}",
-        f"{sum(each.is_covered is True for each in group)} of {len(group)}",
+        f"{sum(each.is_inside is True for each in group)} of {len(group)}",
     )
 
 

@@ -9,12 +9,7 @@ import pytest
 
 from paceline.core import ModelShape, ParallelLayout, UsageError
 from paceline.core.errors import DataError
-from paceline.planner.calibrations.calibration import (
-    FrameworkCalibration,
-    Residual,
-    features,
-    half_width,
-)
+from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual, features
 from paceline.planner.calibrations.cases import Case, Variant, group_cases, predictable
 from paceline.planner.calibrations.fit import (
     Fit,
@@ -154,12 +149,6 @@ def test_intervals_widen_by_half_for_every_doubling_and_say_so() -> None:
     (said,) = calibration.outside(*_layouts(4))
     assert said == "devices outside of 8 to 64, the range of the measured runs"
     assert features(*_layouts(4))["devices"] == [256]
-
-
-def test_the_half_width_is_the_conformal_quantile() -> None:
-    assert half_width(np.arange(1.0, 20.0)) == 18
-    # Too few for a 90% quantile: the largest is extrapolated.
-    assert half_width(np.array([0.1, 0.2, 0.3])) == pytest.approx(0.4)
 
 
 def test_calibrations_are_read_as_they_were_written(tmp_path: pathlib.Path) -> None:

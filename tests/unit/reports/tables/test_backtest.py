@@ -20,7 +20,7 @@ def _held_out(strategy: str, link: str, predicted_s: float) -> HeldOutPrediction
     terms = {term: 0.1 for group in GROUPS.values() for term in group}
     case = BacktestCase(labels=labels, terms=terms, measured_s=1.0)
     predicted = Estimate(value=predicted_s, low=0.9 * predicted_s, high=1.1 * predicted_s)
-    return HeldOutPrediction(case=case, predicted=predicted)
+    return HeldOutPrediction(case=case, predicted=predicted, measured=case.measured_s)
 
 
 LINKS = ("loopback", "1 Gbit/s")
