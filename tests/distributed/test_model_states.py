@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import pytest
 import torch
 
-from paceline.accounting import parameter_sizes, step_memory
-from paceline.accounting.memory.model_states import rank_state_bytes
+from paceline.accounting import step_memory
+from paceline.accounting.memory.model_states import parameter_sizes, rank_state_bytes
 from paceline.accounting.memory.step import MemoryParts
 from paceline.benchmarks.config import OptimizerCase, StepCase, StepSweep, Variant
 from paceline.benchmarks.optimizer_memory import OptimizerMeasurement, named_bytes

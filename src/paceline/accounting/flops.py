@@ -193,14 +193,7 @@ _FLOPS_PER_ELEMENT = 64
 def divide_into_stages(
     shape: ModelShape, context_length: int, num_ranks: int, interleave: int = 1
 ) -> tuple[range, ...]:
-    """Returns the blocks of every stage, in model order.
-
-    Args:
-        shape: The model's dimensions.
-        context_length: Tokens per sequence, which determine the cost of attention.
-        num_ranks: Ranks in the pipeline.
-        interleave: Virtual stages on each rank.
-    """
+    """Returns the blocks of every stage, in model order."""
     num_stages = num_ranks * interleave
     if shape.num_layers < num_stages:
         raise UsageError(

@@ -15,8 +15,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from paceline.accounting import minimum_attention_bytes
-from paceline.accounting.attention import attention_flops
+from paceline.accounting.attention import attention_flops, minimum_attention_bytes
 from paceline.benchmarks.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.harness.isolation import Subject, isolated_records
 from paceline.benchmarks.harness.measure import Stopwatch, sample, step_peaks, storage_bytes

@@ -163,12 +163,7 @@ def calibrations(records: Iterable[Record]) -> list[Calibration]:
 
 
 def inside_host(known: Iterable[Calibration], outer: Calibration) -> Calibration | None:
-    """Returns the calibration of one host's ranks; None for one host, or one rank per host.
-
-    Args:
-        known: All calibrations.
-        outer: The calibration of ranks that may span several hosts.
-    """
+    """Returns the calibration of one host's ranks; None for one host, or one rank per host."""
     ranks, hosts = outer.world_size, int(str(outer.topology["num_hosts"]))
     if hosts == 1 or ranks == hosts:
         return None

@@ -17,7 +17,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from paceline.core.plan import Estimate
-from paceline.predict.intervals import COVERAGE, Accuracy, Outcome, accuracy, weighted_quantile
+from paceline.predict.intervals import (
+    COVERAGE,
+    Accuracy,
+    PredictionOutcome,
+    accuracy,
+    weighted_quantile,
+)
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
 Quantity = Literal["step_time_s", "memory_bytes", "duration_s", "heldout_loss"]
@@ -40,7 +46,7 @@ _LEAST_SPREAD = 0.03
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HistoryEntry(Outcome):
+class HistoryEntry(PredictionOutcome):
     """One predicted and measured quantity of one run."""
 
     quantity: Quantity
@@ -101,14 +107,6 @@ def corrected(
 
     With too few earlier runs, the prediction is uncorrected: a step time has an interval from runs
     on another machine, other quantities have none.
-
-    Args:
-        quantity: The predicted quantity.
-        formula: Uncorrected prediction. Earlier runs with a similar one have the most weight.
-        hardware: The machine. Only earlier runs on the same hardware count.
-        world_size: Ranks of the run. Single-rank runs have little weight for multi-rank runs, and
-            vice versa.
-        history: Earlier runs.
     """
     known = [
         (each.formula, each.measured, (each.world_size > 1) == (world_size > 1))

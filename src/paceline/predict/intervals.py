@@ -43,7 +43,7 @@ def weighted_quantile(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PredictionOutcome:
     """A prediction beside its measurement."""
 
     predicted: Estimate | None
@@ -83,7 +83,7 @@ class Accuracy:
         return self.num_inside / self.num_intervals if self.num_intervals else None
 
 
-def accuracy(outcomes: Sequence[Outcome]) -> Accuracy:
+def accuracy(outcomes: Sequence[PredictionOutcome]) -> Accuracy:
     """Returns the accuracy of the outcomes with a prediction, of which there is at least one."""
     errors = np.abs([each.error for each in outcomes if each.error is not None])
     inside = [each.is_inside for each in outcomes if each.is_inside is not None]

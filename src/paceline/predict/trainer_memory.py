@@ -75,13 +75,7 @@ class BackwardPass:
 def backward_passes(
     layout: ParallelLayout, rank: int, num_micro_batches: int
 ) -> Iterator[BackwardPass]:
-    """Yields the backward passes of one step in order.
-
-    Args:
-        layout: The layout. Its pipeline may have a single rank.
-        rank: Rank in the pipeline.
-        num_micro_batches: Micro-batches per step.
-    """
+    """Yields the backward passes of one step in order."""
     ranks, parts = layout.pipeline, layout.pipeline_interleave
     num_passes = num_micro_batches * parts
     later = ranks - 1 - rank
@@ -162,10 +156,6 @@ def trainer_memory(layout: ParallelLayout, step: TrainerStep) -> MemoryParts:
 
     Gradients are those that the optimizer updates with; at the peak, activations may still have
     their place.
-
-    Args:
-        layout: A layout that the trainer supports.
-        step: The model and the micro-batches.
     """
     sizes = _sizes(layout, step)
     ranks = []

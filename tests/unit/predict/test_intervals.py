@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from paceline.core.plan import Estimate
-from paceline.predict.intervals import Outcome, accuracy, conformal_quantile, weighted_quantile
+from paceline.predict.intervals import (
+    PredictionOutcome,
+    accuracy,
+    conformal_quantile,
+    weighted_quantile,
+)
 
 
 @pytest.mark.parametrize("size", [9, 10, 19, 20, 99, 250])
@@ -53,15 +58,15 @@ def test_a_weight_counts_like_repetitions() -> None:
 def test_accuracy_counts_predictions_and_intervals() -> None:
     found = accuracy(
         [
-            Outcome(predicted=Estimate(value=1.1, low=0.9, high=1.3), measured=1.0),
-            Outcome(predicted=Estimate(value=0.5, low=0.4, high=0.6), measured=1.0),
-            Outcome(predicted=Estimate(value=0.8), measured=1.0),
-            Outcome(predicted=None, measured=1.0),
+            PredictionOutcome(predicted=Estimate(value=1.1, low=0.9, high=1.3), measured=1.0),
+            PredictionOutcome(predicted=Estimate(value=0.5, low=0.4, high=0.6), measured=1.0),
+            PredictionOutcome(predicted=Estimate(value=0.8), measured=1.0),
+            PredictionOutcome(predicted=None, measured=1.0),
         ]
     )
     assert (found.num_predicted, found.num_intervals, found.num_inside) == (3, 2, 1)
     assert (found.coverage, found.median_width) == (0.5, pytest.approx((0.2 / 1.1 + 0.2) / 2))
     assert found.median_error == pytest.approx(0.2)
     assert found.largest_error == pytest.approx(0.5)
-    alone = accuracy([Outcome(predicted=Estimate(value=1.0), measured=1.0)])
+    alone = accuracy([PredictionOutcome(predicted=Estimate(value=1.0), measured=1.0)])
     assert (alone.coverage, alone.median_width) == (None, None)

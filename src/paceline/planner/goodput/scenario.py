@@ -102,12 +102,6 @@ def replica_share(*, pause_s: Any, absence_s: Any, num_replicas: Any, interrupti
     A loss stops the survivors for the heartbeat timeout and the step in flight. The work of the
     lost replica, one of k, is missing until it heals. With an absence of a seconds, a / M replicas
     are absent on average.
-
-    Args:
-        pause_s: Time that a loss costs the survivors.
-        absence_s: Time from the loss of a replica until it trains again.
-        num_replicas: Number of replicas that share the work.
-        interruption_s: Mean time between losses.
     """
     between = np.asarray(interruption_s, dtype=np.float64)
     absent = np.minimum(np.asarray(absence_s) / between / num_replicas, 1.0)
@@ -168,12 +162,9 @@ class Cadence:
         return count * self.interval_s + min(max(rest_s, 0.0), self.interval_s)
 
     def durable(self, first: int, up_s: float, known: Sequence[int]) -> list[int]:
-        """Returns the newest save that each tier can load.
+        """Returns the newest save that each tier can load, `up_s` after resuming from `first`.
 
-        Args:
-            first: The save from which training resumed.
-            up_s: Time since then.
-            known: The newest save that each tier could load at that time.
+        `known` are the newest saves that the tiers could load when training resumed.
         """
         newest = []
         for tier, multiple, before in zip(self.tiers, self.multiples, known, strict=True):

@@ -291,16 +291,7 @@ def option_records(
     seed: int,
     done: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
-    """Simulates scenarios and yields one record per scenario.
-
-    Args:
-        chosen: The options to simulate.
-        environment: Environment of the simulation.
-        constants: Name of the set of constants behind the options.
-        trials: Simulated runs per option.
-        seed: Random seed of every simulation.
-        done: Called after each option.
-    """
+    """Simulates scenarios and yields one record per scenario."""
     for option in chosen:
         scenario = option.scenario
         case: dict[str, CaseValue] = {

@@ -52,14 +52,7 @@ def variations(
     performance: PerformanceModel,
     lower_precision: PerformanceModel | None = None,
 ) -> Iterator[Variation]:
-    """Yields possible changes to the spec or the performance.
-
-    Args:
-        best: The best layout without changes.
-        spec: The original spec.
-        performance: Achieved rates of devices and links.
-        lower_precision: The same in the next lower precision, if devices support one.
-    """
+    """Yields possible changes to the spec or the performance."""
 
     def asked(what: str, **changes: object) -> Variation:
         return Variation(
@@ -208,13 +201,6 @@ def compare(
     """Compares the best layout with the best one that has the given fields.
 
     If none with these fields fits, the memory limit is ignored.
-
-    Args:
-        asked: Fields such as ``tp=8,pp=2``.
-        best: The chosen layout.
-        spec: The search spec.
-        performance: Achieved rates of devices and links.
-        peak_flops: Stated peak FLOP/s of a device.
     """
     fixed = dataclasses.replace(spec, fixed=parse_fixed(asked))
     try:

@@ -58,17 +58,7 @@ def estimate_run(
     device_interval_h: float = LLAMA3_DEVICE_INTERVAL_H,
     experts: Experts | None = None,
 ) -> RunEstimate:
-    """Returns the run estimate with or without spares, whichever uses fewer device-hours.
-
-    Args:
-        choice: The layout.
-        shape: The model, which determines the checkpoint size.
-        tokens: Tokens of the run.
-        held_devices: Number of held devices.
-        price: Price of one device-hour, in any currency.
-        device_interval_h: Mean hours between two failures of one device.
-        experts: Experts of a mixture, all of which are saved.
-    """
+    """Returns the run estimate with or without spares, whichever uses fewer device-hours."""
     step_s = choice.step_time_s.value
     tokens_per_step = choice.tokens_per_s * step_s
     steps = max(1, round(tokens / tokens_per_step))
@@ -177,17 +167,7 @@ def plan_budget(
     price: float | None = None,
     device_interval_h: float = LLAMA3_DEVICE_INTERVAL_H,
 ) -> Budget:
-    """Searches the device counts that could meet the deadline.
-
-    Args:
-        spec: The model and the batch. Its number of devices is ignored.
-        performance: Achieved rates of devices and links.
-        flops: Model FLOPs of the run.
-        deadline_days: Time limit for the whole run, in days.
-        peak_flops: Stated peak FLOP/s of a device.
-        price: Price of one device-hour, in any currency.
-        device_interval_h: Mean hours between two failures of one device.
-    """
+    """Searches the device counts that could meet the deadline; that of the spec is ignored."""
     tokens = flops / flops_per_token(spec.shape, spec.context_length).model
     least = flops / (peak_flops * deadline_days * DAY_S)
     if least > _MOST_DEVICES:

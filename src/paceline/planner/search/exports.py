@@ -36,13 +36,7 @@ from paceline.records import encode_plan
 
 
 def paceline_plan(choice: Candidate, spec: SearchSpec, hardware: str) -> Plan:
-    """Returns the plan of a layout.
-
-    Args:
-        choice: The layout.
-        spec: The search spec.
-        hardware: Device name in the hardware table.
-    """
+    """Returns the plan of a layout."""
     predictions = {
         "step_time_s": choice.step_time_s,
         "tokens_per_s": Estimate(value=choice.tokens_per_s),
@@ -339,13 +333,6 @@ def write_exports(
 
     If torchtitan does not support the layout, its config is omitted and the commands file states
     the reason.
-
-    Args:
-        directory: Output directory, created if missing.
-        choice: The layout.
-        spec: The search spec.
-        hardware: Device name in the hardware table.
-        is_runnable: Whether Paceline's trainer runs the layout.
     """
     flags = megatron_flags(choice, spec)
     notes = [f"# {note}" for note in megatron_notes(choice, spec)]

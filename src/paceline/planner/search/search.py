@@ -118,12 +118,7 @@ class Candidate:
 
 
 class NoLayoutError(UsageError):
-    """Raised if no layout divides the work, or none fits the memory of a device.
-
-    Args:
-        message: The cause, and possible remedies.
-        least_bytes: Peak memory of the smallest layout; None if there is no layout.
-    """
+    """Raised if no layout divides the work, or none fits the memory of a device."""
 
     def __init__(self, message: str, least_bytes: float | None = None) -> None:
         super().__init__(message)
@@ -308,14 +303,7 @@ def evaluate(
     performance: PerformanceModel,
     peak_flops: float | None = None,
 ) -> list[Candidate]:
-    """Predicts all terms of each candidate.
-
-    Args:
-        candidates: The layouts.
-        spec: The search spec.
-        performance: Achieved rates of devices and links.
-        peak_flops: Stated peak FLOP/s of a device, for MFU.
-    """
+    """Predicts all terms of each candidate."""
     if not len(candidates):
         return []
     size = len(candidates)

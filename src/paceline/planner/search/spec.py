@@ -110,12 +110,10 @@ class SearchSpec:
 
 
 def training_precision(compute: DType, *, autocast: bool = False) -> Precision:
-    """Returns the dtypes of mixed precision: float32 gradients and float32 master weights.
+    """Returns the dtypes of mixed precision with matmuls in `compute`.
 
-    Args:
-        compute: dtype of matmuls; with float8, the weights and activations are bfloat16.
-        autocast: Whether weights stay in float32 and are cast per operation, as in Paceline's
-            trainer.
+    With float8, weights and activations are bfloat16. With `autocast`, as in Paceline's trainer,
+    weights stay in float32; otherwise they have float32 master weights.
     """
     if compute == "float32":
         return Precision()

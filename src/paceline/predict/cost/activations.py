@@ -77,12 +77,6 @@ def stage_loads(
 
     A layout with more stages than the model has blocks cannot run. Its ranks and stages per rank
     are reduced until every stage has a block.
-
-    Args:
-        shape: The model's dimensions.
-        context_length: Tokens per sequence.
-        pipeline: Ranks in each pipeline.
-        interleave: Stages per rank.
     """
     ranks, parts = np.broadcast_arrays(pipeline, interleave)
     pairs, places = np.unique(np.stack([ranks.ravel(), parts.ravel()]), axis=1, return_inverse=True)

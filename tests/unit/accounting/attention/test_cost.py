@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting import (
+from paceline.accounting import attention_saved_bytes
+from paceline.accounting.attention import (
     attention_flops,
-    attention_saved_bytes,
     minimum_attention_bytes,
     tiled_attention_peak_bytes,
 )

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from paceline.accounting import saved_for_backward_bytes
+from paceline.accounting.memory.activations import saved_for_backward_bytes
 from paceline.core import BatchShape, ModelShape
 
 

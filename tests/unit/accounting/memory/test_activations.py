@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from paceline.accounting import peak_activation_bytes, saved_for_backward_bytes
-from paceline.accounting.memory.activations import count_activations
+from paceline.accounting import peak_activation_bytes
+from paceline.accounting.memory.activations import count_activations, saved_for_backward_bytes
 from paceline.core import BatchShape, ModelShape, Precision, UsageError, model_preset
 from paceline.core.errors import ShapeError
 from paceline.core.specs import AttentionImplementation, precision_preset

@@ -3,15 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting import (
-    MemoryParts,
-    count_parameters,
-    model_state_bytes,
-    parameter_sizes,
-    step_memory,
-)
-from paceline.accounting.memory.model_states import state_units
-from paceline.accounting.memory.step import _buckets
+from paceline.accounting import count_parameters, model_state_bytes, step_memory
+from paceline.accounting.memory.model_states import parameter_sizes, state_units
+from paceline.accounting.memory.step import MemoryParts, _buckets
 from paceline.core import BatchShape, ModelShape, Precision, model_preset
 from paceline.core.strategies import (
     SHARDED_GRADIENTS,

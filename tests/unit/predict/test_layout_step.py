@@ -7,10 +7,10 @@ from paceline.core import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, Precision
-from paceline.predict.calibrated_cluster import cluster_of_ranks
 from paceline.predict.cost.cluster import NO_ENGINE
 from paceline.predict.cost.layouts import Layouts, Workload
 from paceline.predict.cost.step_time import step_time
+from paceline.predict.layout_step import cluster_of_ranks
 from paceline.predict.step import compute_time
 from tests.unit.predict.calibration_cases import make_calibration
 
