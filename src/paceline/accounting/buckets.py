@@ -1,4 +1,4 @@
-"""Division of gradients into buckets, as our containers and torch's do it.
+"""Division of gradients into buckets, as our containers and torch's do it, and equal shards.
 
 Sizes are given in backward order, the last layers first. In our containers, a tensor larger than
 the cap gets its own bucket. The first and the last buckets are small; from both ends, sizes grow by
@@ -10,11 +10,9 @@ finishes in time if backward takes at least 1.5 times as long as communication.
 torch's DistributedDataParallel closes a bucket once it reaches the cap, so a bucket may exceed the
 cap by its last tensor. If no cap is given, the cap is 25 MiB, and 1 MiB for the first bucket.
 
-Number of elements that each rank owns of flat tensors that are cut into equal shards.
-
-A unit stores tensors one after the other, each at a multiple of 16 bytes. It is padded so that all
-shards are equal and each begins at a multiple of 16 bytes as well. A rank owns the tensors, or
-pieces of tensors, in its shard. Padding belongs to no rank, but takes memory.
+A unit stores tensors one after the other, each at a multiple of 16 bytes, and is padded so that all
+shards are equal and begin at a multiple of 16 bytes as well. A rank owns the tensors, or pieces of
+tensors, in its shard. Padding belongs to no rank, but takes memory.
 """
 
 import dataclasses

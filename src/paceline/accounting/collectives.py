@@ -1,4 +1,4 @@
-"""Cost formulas of collectives, in the conventions of nccl-tests.
+"""Cost formulas of collectives, in the conventions of nccl-tests, and their fit to measurements.
 
 p ranks exchange S bytes over links that carry W bytes per second in each direction, with a
 latency alpha per hop. S is counted as in nccl-tests: the whole result of an all-gather, the
@@ -14,14 +14,11 @@ whole input of a reduce-scatter, one rank's buffer otherwise. All functions acce
 The algorithm bandwidth is S/t. The bus bandwidth multiplies it by the share of S that each link
 must carry, so that a perfect collective reaches W for every p.
 
-Fits latency and bandwidth to measured collectives, piecewise by size.
-
-One line through all sizes is not enough: libraries switch algorithms with the size, and large
-messages do not fit into caches. The sizes are split into up to three segments, each with its own
-t = latency + S/bandwidth. The fit minimizes relative error, so that a kilobyte counts as much as a
-gigabyte. After a split every segment has at least three sizes, so fewer than six sizes are never
-split. A split must also justify its extra parameters (Bayesian information criterion, with a floor
-below which errors are noise). Intervals come from a bootstrap over the repetitions of each size.
+One line through all sizes does not fit: libraries switch algorithms with the size, and large
+messages do not fit into caches. Up to three segments have their own t = latency + S/bandwidth, of
+minimal relative error, so that a kilobyte counts as much as a gigabyte. A split must justify its
+parameters (Bayesian information criterion, with a floor below which errors are noise) and leave at
+least three sizes in every segment. Intervals come from a bootstrap over the repetitions.
 """
 
 import dataclasses

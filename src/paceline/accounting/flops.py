@@ -1,20 +1,17 @@
-"""Floating-point operations per token, in the two conventions in use.
+"""Floating-point operations per token, the work of a step by segment, and pipeline stages.
 
 A multiply and an add count as two operations. Every weight that multiplies a token costs 2 forward
 and 4 backward (the gradients of input and weight), hence the well-known 6 N. Attention's two
 matmuls cost 4 s per channel forward, where s is the context length. The first convention counts all
 s keys for every query, as PaLM (Chowdhery et al. 2022, appendix B) and Megatron do; the second
 counts only the half that a causal mask leaves visible. Norms, softmax, rotations and the optimizer
-are not counted in either.
+are not counted in either. Model FLOPs exclude recomputation, so recomputing lowers MFU; hardware
+FLOPs (HFU) include it.
 
-Model FLOPs exclude recomputation, so recomputing lowers MFU; hardware FLOPs (HFU) include it.
-
-Compute of a training step by segment, in forward order.
-
-A segment is a part of the model whose parameter gradients become complete together in backward. The
-table lists the segments of `paceline.models.TransformerLM` with the numbers that their elementwise
-operations read and write (passes over elements, per token), eager in float32. d is `d_model`, a the
-total width of the query heads, k that of the key heads, f `d_ff`, v the vocabulary size:
+A segment is a part of `paceline.models.TransformerLM` whose parameter gradients become complete
+together in backward. Its elementwise operations, eager in float32, read and write the following
+numbers per token. d is `d_model`, a the total width of the query heads, k that of the key heads, f
+`d_ff`, v the vocabulary size:
 
     segment            matmuls             forward          backward
     embedding                              2d               2d, and the table; four times
@@ -27,22 +24,14 @@ total width of the query heads, k that of the key heads, f `d_ff`, v the vocabul
     down               f to d              3d               3d
     head and loss      d to v              3v               5v
 
-Rotations count with queries and keys; a residual sum counts with the branch that it adds. A matmul
-costs 2 FLOPs per weight and token forward, and 4 backward (the gradients of input and weight). A
+Rotations count with queries and keys; a residual sum counts with the branch that it adds. A
 launched operator that only creates a view counts as a third of one.
 
-Assignment of a model's blocks to pipeline stages.
-
-With p ranks and v virtual stages on each, stage s of p v is on rank s mod p. A pipeline is as fast
-as its slowest rank, so blocks are assigned one by one to the rank with the least work, where
-
-    work = matmul FLOPs + 64 elements
-
-covers forward and backward of one token through the stage's blocks. The first stage also has the
-embedding; the last has the final norm, the head and the loss. Elements are the numbers that
-elementwise operations read and write (`paceline.accounting.flops`). One element takes as long
-as 25 to 75 matmul FLOPs on a CPU core, by calibration, and about 600 on an H100 in bf16, by its
-data sheet. The factor fits CPUs; on GPUs it underestimates elementwise work.
+With p ranks and v virtual stages on each, pipeline stage s of p v is on rank s mod p. A pipeline is
+as fast as its slowest rank, so blocks are assigned one by one to the rank with the least work, in
+matmul FLOPs plus 64 per element. One element takes as long as 25 to 75 matmul FLOPs on a CPU core,
+by calibration, and about 600 on an H100 in bf16, by its data sheet: on GPUs the factor
+underestimates elementwise work.
 """
 
 import dataclasses

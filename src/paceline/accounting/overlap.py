@@ -1,50 +1,38 @@
-"""Exposed communication of a step in closed form, for special cases of `overlap_simulator`.
+"""Exposed communication of a step: in closed form, by simulation, and the batch that hides it.
 
 Gradients become ready bucket by bucket while backward runs; each bucket is sent as soon as it is
-ready and the previous transfer is over. The closed forms hold for buckets of equal size, whose
-gradients become ready evenly over backward, without contention.
+ready and the previous transfer is over. `simulate_overlap` simulates this event by event: a
+transfer starts after a given number of compute segments, and a segment may have to wait for
+transfers. While both are in progress, the transfer takes `slowdown` times as long, and compute
+loses the fraction `lost_share` of its speed. Without contention the end of bucket k is
+finish[k] = max(ready[k], finish[k-1]) + transfer[k] (`simulate_buckets`).
 
-There are s bytes in n buckets, a bandwidth of w bytes per second, a latency of o seconds, and a
-backward pass of T seconds. Bucket k (of 1 .. n) is ready at kT/n and takes c = o + s/(nw).
+The closed forms hold without contention, for n equal buckets of s bytes in all that become ready
+evenly over a backward pass of T seconds. With a bandwidth of w bytes per second and a latency of o
+seconds, bucket k is ready at kT/n and takes c = o + s/(nw):
 
 - If c <= T/n, the link is idle again before the next bucket is ready, and only the last bucket is
   exposed: exposed = c = o + s/(nw).
 - Otherwise the link is never idle once the first bucket is ready: communication ends at T/n + nc,
   and exposed = T/n + no + s/w - T.
 
-The two are equal where c = T/n, and the larger of both is the exposed time for every n. The first
-decreases with n; the second is smallest at n = sqrt(T/o). The best n is the larger of sqrt(T/o) and
-the n at which the two are equal, (T - s/w)/o. In the special case that backward takes exactly as
-long as sending the bytes (T = s/w), exposed = s/(nw) + no, which is smallest for n = sqrt(s/(wo)):
-buckets of sqrt(swo) bytes, and an overhead of 2 sqrt(so/w). In the limit of many buckets and no
-latency, the exposed time is max(0, s/w - T), the least that any division into buckets leaves
-exposed.
+The larger of both is the exposed time for every n. The best n is the larger of sqrt(T/o), the
+minimum of the second, and (T - s/w)/o, where the two are equal. If backward takes exactly as long
+as sending the bytes (T = s/w), exposed = s/(nw) + no: buckets of sqrt(swo) bytes are best, with an
+overhead of 2 sqrt(so/w). With many buckets and no latency the exposed time is max(0, s/w - T), the
+least that any division into buckets leaves exposed.
 
-Event-driven simulation of overlapping compute and communication.
-
-Compute runs segment by segment, and transfers run one after the other. A transfer starts after a
-given number of segments; a segment may have to wait for transfers. While both are in progress, the
-transfer takes `slowdown` times as long, and compute loses the fraction `lost_share` of its speed.
-
-Without contention, a backward pass whose buckets are ready at given times follows the recurrence
-finish[k] = max(ready[k], finish[k-1]) + transfer[k] (`simulate_buckets`);
-`paceline.accounting.overlap` has its closed form for equal buckets.
-
-The smallest batch at which a mesh is compute-bound, so that compute hides communication.
-
-The notation is that of the scaling book for TPUs. A feed-forward layer of width F runs on N = X Y
-devices, with X-way FSDP (data and weights sharded), Y-way tensor parallelism (matrices sharded) and
-B tokens per step. gamma = C / W is the FLOPs of a device per byte over one link. M_X and M_Y are
-the numbers of network axes that each dimension of the mesh may use.
+The smallest batch at which a mesh is compute-bound has the notation of the scaling book for TPUs: a
+feed-forward layer of width F on N = X Y devices, with X-way FSDP, Y-way tensor parallelism and B
+tokens per step. gamma is the FLOPs of a device per byte over one link; M_X and M_Y are the numbers
+of network axes that each dimension of the mesh may use.
 
     FSDP alone      B / X > gamma / M_X
     tensor alone    Y < M_Y F / gamma
     both            F / (Y M_X) + B / (X M_Y) < B F / (N gamma)
 
-In the last line, the left side is the time to gather weights plus the time to exchange activations,
-and the right side is the compute time, in the same unit. If the two communications overlap, the
-larger one counts instead of their sum. The best split of N has X = sqrt(B N M_X / (F M_Y)), at
-which both communications take equally long. All functions accept arrays.
+The left side of the last line is the time to gather weights plus the time to exchange activations;
+if they overlap, the larger one counts. The best split of N has X = sqrt(B N M_X / (F M_Y)).
 """
 
 import bisect

@@ -1,18 +1,15 @@
-"""Schema of one published training run: model, device, layout and measured speed.
+"""Published training runs: model, device, layout and measured speed, read strictly.
 
 Fields that a source does not state are None; no values are inferred here. If a source contradicts
 itself, the row keeps the published values and `marks` lists the contradictions
 (`studies/planner/published_checks.py`).
 
-Strict reader for the bundled published runs and for user-provided rows.
-
 The data set has three files. `sources.json` holds each source and the fields that its rows share.
 `models.json` holds the dimensions of each model. `runs.csv` holds the remaining fields, one line
 per measurement. User rows are JSON Lines with the same fields. Their model is a name in
 `models.json`, a preset, or given as `shape`. An unknown field, a value of the wrong type or an
-impossible number raises an error that names the file and the line.
-
-The data set contains figures, which are facts, with their sources. It copies no text from them.
+impossible number raises an error that names the file and the line. The data set contains figures,
+which are facts, with their sources. It copies no text from them.
 """
 
 import csv
@@ -68,23 +65,13 @@ class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def shape(self, context_length: int) -> ModelShape:
         """Returns the model's shape. With experts, `d_ff` is the active width."""
-        return ModelShape(
-            vocab_size=self.vocab_size,
-            d_model=self.d_model,
-            d_ff=self.d_ff
-            if self.experts is None
-            else self.experts.active_width(self.d_ff, self.num_layers),
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_context_length=context_length,
-            feed_forward=_FEED_FORWARD.get(self.feed_forward, self.feed_forward),  # type: ignore[arg-type]
-            norm=self.norm,
-            positions=_POSITIONS.get(self.positions, self.positions),  # type: ignore[arg-type]
-            biases=self.biases,
-            tied_embeddings=self.tied_embeddings,
-        )
+        fields = msgspec.structs.asdict(self)
+        del fields["source"], fields["experts"]
+        if self.experts is not None:
+            fields["d_ff"] = self.experts.active_width(self.d_ff, self.num_layers)
+        fields["feed_forward"] = _FEED_FORWARD.get(self.feed_forward, self.feed_forward)
+        fields["positions"] = _POSITIONS.get(self.positions, self.positions)
+        return ModelShape(**fields, max_context_length=context_length)
 
 
 class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

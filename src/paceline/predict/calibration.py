@@ -1,9 +1,7 @@
-"""Measured costs of a group of ranks for the parts of a training step.
+"""Measured costs of a group of ranks for the parts of a training step, from `paceline calibrate`.
 
 Linear layers and attention with shapes that were not measured use the rates of the nearest measured
 shapes. Distance is Euclidean in the logarithms of the dimensions.
-
-Builds calibrations from the records of `paceline calibrate`.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Predicted time of a data-parallel step on a calibrated machine, by term.
 
-Forward and backward come from `paceline.predict.step`. For P parameters on n ranks, a
-strategy adds:
+Forward and backward are predicted segment by segment. For P parameters on n ranks, a strategy adds:
 
     optimizer     P, or P/n if the optimizer state is sharded, times the update of one parameter
     bucket copy   copies of the gradients into and out of buckets
@@ -13,10 +12,6 @@ strategy adds:
                   most the time to wait for them. The collectives slow down as well
 
 The last two come from `paceline.accounting.overlap`.
-
-Predicted forward and backward time on a calibrated machine, segment by segment.
-
-The sequence of collectives with which each strategy reduces gradients.
 """
 
 import dataclasses

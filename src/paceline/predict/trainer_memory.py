@@ -41,10 +41,8 @@ one, so only the first two and the last are evaluated. With ZeRO-3 on a busy mac
 may release an all-gather's result and buffer only after the next ones are allocated. These up to
 two extra blocks are not modelled.
 
-Micro-batches in flight on a pipeline rank at each backward pass.
-
-Models torch's schedules for rank r of p ranks with v stages each and m micro-batches. The warm-up
-is p - 1 - r forwards, or (v - 1) p + 2 (p - 1 - r) if ranks have several stages. Then forwards and
+A pipeline follows torch's schedules. On rank r of p ranks with v stages each, the warm-up is
+p - 1 - r forwards, or (v - 1) p + 2 (p - 1 - r) if ranks have several stages. Then forwards and
 backwards alternate until only backwards remain. Micro-batches go through a rank's stages in groups
 of p, forward from the first stage and backward from the last.
 """

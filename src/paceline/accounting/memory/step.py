@@ -1,4 +1,4 @@
-"""Memory of a device at the three instants of a training step.
+"""Memory of a device at the three instants of a training step, and its explanation.
 
 In addition to the model states (`paceline.accounting.memory.model_states`):
 
@@ -16,8 +16,6 @@ gradients are reduce-scattered, a buffer of a bucket's size exists from its firs
 last; then the other ranks' parts of this rank's shard arrive. If parameters are sharded, buckets
 are layers, and the all-gathered layers are added. Slow communication takes more memory, up to all
 gradients twice.
-
-Explains the memory of a training step under a strategy, and the number of ranks it needs.
 """
 
 import dataclasses

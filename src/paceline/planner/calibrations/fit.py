@@ -1,15 +1,12 @@
-"""Fits a framework's step-time constants to measured steps.
+"""Fits a framework's step-time constants to measured steps, and builds its calibrations.
 
 The fit minimizes the log ratio of predicted to measured seconds with scipy's least squares. The
 loss grows linearly for errors beyond `NOISE`, and every constant has a prior. All devices and
 dtypes of a framework are fitted together. They share every constant except the matmul rate, which
-has an offset per (device, dtype) in addition to the shared value.
+has an offset per (device, dtype) in addition to the shared value; each gets a calibration.
 
-Builds calibrations from measured rows: fits, held-out residuals, feature ranges.
-
-The rows of one framework are fitted together, and each device and dtype gets a calibration. A model
-is held out by fitting the rows of all other models. If a framework has only one model, one device
-count is held out instead.
+A model is held out by fitting the rows of all other models. If a framework has only one model, one
+device count is held out instead.
 """
 
 import dataclasses

@@ -1,19 +1,13 @@
-"""The fitted constants: their priors, upper bounds and terms.
+"""The fitted constants: their priors, upper bounds and terms, and the device figures they scale.
 
 All constants are positive and fitted as logarithms. Each has a prior: its typical value as the mean
 and a standard deviation in log space. A constant that the rows do not constrain stays at its mean,
-so a calibration from few rows remains plausible.
+so a calibration from few rows remains plausible. Shares are fractions of figures that vendors
+state; for devices missing in the hardware table, these are listed here.
 
-Vendor-stated device figures, the starting point of a fit: peaks, bandwidths, links, domains.
-
-Most come from the hardware table. Devices of published runs that are missing there are listed here
-with their vendor's dense figures. Approximate figures suffice: the fitted shares absorb the error.
-
-The terms fitted for each pool of rows, selected by held-out error and regret.
-
-The default terms are a separate attention rate, matmul sizes, exposed traffic and latencies. A term
-that raised the held-out error of a pool is removed, and one that lowered it is added.
-`docs/planner-accuracy.md` lists the effect of each term. Pools without an entry get the defaults.
+A pool of rows fits a separate attention rate, matmul sizes, exposed traffic and latencies. A term
+that raised the held-out error of a pool is removed, and one that lowered it is added;
+`docs/planner-accuracy.md` lists the effect of each term.
 """
 
 import dataclasses

@@ -1,17 +1,13 @@
-"""All combinations of recovery method, spare hosts and checkpoint destination to compare.
+"""Options of recovery, spare hosts and checkpoints to compare, with the constants behind them.
 
-Constants for computing goodput, each published, measured or assumed.
+There are two sets of constants. `measured` holds this project's restart and replica times on a
+small machine, with the published growth of the rendezvous: a lower bound set by software. `cluster`
+holds times that large runs report or imply, including queues, health checks and human intervention.
 
-There are two sets. `measured` holds this project's restart and replica times on a small machine,
-with the published growth of the rendezvous: a lower bound set by software. `cluster` holds times
-that large runs report or imply, including queues, health checks and human intervention.
-
-Simulation of Llama 3's run with its published interruption rates.
-
-Published (The Llama 3 Herd of Models, 2024): 16,384 devices, 54 days, 419 unexpected and 47 planned
-interruptions, an effective training time of more than 90%, storage of 2 TB/s sustained. Not
-published: detection time, restart time, checkpoint interval and the stall of a save. These are
-assumed here and varied one by one.
+Llama 3's run can be simulated too. Published (The Llama 3 Herd of Models, 2024): 16,384 devices, 54
+days, 419 unexpected and 47 planned interruptions, an effective training time of more than 90%,
+storage of 2 TB/s sustained. Not published, so assumed here and varied one by one: detection time,
+restart time, checkpoint interval and the stall of a save.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""Scenario of a run on n devices: failures, checkpoints and recovery.
-
-Goodput in closed form, exact for exponentially distributed failures.
+"""Scenario of a run on n devices: failures, checkpoints, recovery; its goodput in closed form.
 
 A job of n devices, each of which fails every m hours on average, is interrupted every M = m / n.
 After every t seconds of training it saves, which stops training for c seconds. The save is durable
@@ -8,7 +6,7 @@ w seconds later. An interruption loses the work since the newest durable save. T
 after d seconds of detection, restart and load. A failure during this downtime restarts it.
 
 From one durable save to the next, t seconds of training are added. This takes t + c seconds without
-a failure, or t + c + w seconds after a failure. With failures at a rate 1 / M:
+a failure, or t + c + w seconds after a failure. With exponentially distributed failures:
 
     mean downtime D      = M (e^(d / M) - 1)
     E[time between them] = (M + D) (e^((t + c) / M) - 1) e^(w / M)
@@ -16,9 +14,6 @@ a failure, or t + c + w seconds after a failure. With failures at a rate 1 / M:
 
 For w = 0 this is Daly's complete model (2006). The optimal interval depends on neither d nor w. It
 is t = M (1 + W(-e^(-1 - c / M))) with Lambert's W, and for small c Young's sqrt(2 c M) (1974).
-All functions accept arrays.
-
-Schedule of checkpoint saves per tier, and the saves that can be loaded after a failure.
 
 Saves are numbered from the start of the run: every save goes to the first tier, every m-th to the
 second, and so on. Positions are computed in closed form instead of save by save, so the cost of

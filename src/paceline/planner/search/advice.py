@@ -1,7 +1,4 @@
-"""Advice from repeated searches: effects of single changes, and the time-cost Pareto front.
-
-Finds layouts with indistinguishable predictions, and explains why one layout is slower.
-"""
+"""Advice from repeated searches: single changes, the Pareto front, and why a layout is slower."""
 
 import dataclasses
 import math

@@ -1,13 +1,11 @@
-"""Fewest and cheapest device counts that meet a FLOPs budget and a deadline.
+"""Days, device-hours and cost of a run, and the device counts that meet a budget by a deadline.
 
-No device exceeds its peak, so the lower bound is FLOPs / (peak x deadline) devices. From there up
-to 16 times as many, the search tries host counts with many divisors: 1, 3, 5 or 7 times a power of
-two. Each one gets its best layout and a run estimate that includes failures.
-
-Estimate of a whole run with a layout: days including failures, device-hours, cost.
-
-After a failure the run restarts from disk, with hot spares if they reduce device-hours. Goodput is
+After a failure a run restarts from disk, with hot spares if they reduce device-hours. Goodput is
 the closed form of `paceline.planner.goodput`. Devices that a layout leaves idle are free spares.
+
+No device exceeds its peak, so a deadline takes at least FLOPs / (peak x deadline) devices. From
+there up to 16 times as many, the search tries host counts with many divisors: 1, 3, 5 or 7 times a
+power of two.
 """
 
 import dataclasses

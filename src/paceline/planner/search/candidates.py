@@ -22,8 +22,6 @@ If only runnable layouts are requested, those that `paceline.core.runnable` refu
 A mixture of experts also has x expert ranks. x divides the number of experts and the t c s ranks of
 one pipeline stage that are not replicas of each other (t c d without sharding). t then divides the
 shared and dense layers instead of the experts, and requires sequence parallelism, as in Megatron.
-
-Enumerates meshes of tensor, context, pipeline and data-parallel ranks that divide the work.
 """
 
 import dataclasses
@@ -36,7 +34,6 @@ import numpy.typing as npt
 
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
 from paceline.core.runnable import Work, unsupported_reasons
-from paceline.core.specs import Experts
 from paceline.planner.search.spec import SearchSpec
 from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Integers, Layouts
 
@@ -103,11 +100,13 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(small + [number // each for each in reversed(small) if each * each != number])
 
 
-def expert_sizes(experts: Experts, mesh: Mesh, sharding: tuple[int, int, int]) -> tuple[int, ...]:
+def expert_sizes(spec: SearchSpec, mesh: Mesh, sharding: tuple[int, int, int]) -> tuple[int, ...]:
     """Returns the expert-parallel sizes that divide the experts and the ranks of a stage."""
+    if spec.experts is None:
+        return (1,)
     _, shard, stage = sharding
     ranks = mesh.tensor * mesh.context * (shard if stage else mesh.data)
-    return divisors(math.gcd(experts.num_experts, ranks))
+    return divisors(math.gcd(spec.experts.num_experts, ranks))
 
 
 def _sizes(spec: SearchSpec, field: str, sizes: Sequence[int]) -> Sequence[int]:
@@ -120,14 +119,13 @@ def _sizes(spec: SearchSpec, field: str, sizes: Sequence[int]) -> Sequence[int]:
 Array = npt.NDArray[Any]
 CHUNK = 65_536
 """Number of candidates evaluated at once, small enough for arrays to stay in the cache."""
-_SHARDING_FIELDS = ("replicate", "shard", "stage")
+_SHARDING_FIELDS = ("replicate", "shard", "stage", "expert")
 _PASS_FIELDS = ("micro_batch", "num_micro_batches", "pipeline_interleave")
-_OTHER_FIELDS = (
+_FIELDS = (
+    *_SHARDING_FIELDS,
     *_PASS_FIELDS,
     *("sequence_parallel", "checkpointing", "tensor", "context", "pipeline"),
 )
-_FIELDS = (*_SHARDING_FIELDS, *_OTHER_FIELDS)
-_MIXTURE_FIELDS = (*_SHARDING_FIELDS, "expert", *_OTHER_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,14 +141,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.micro_batch)
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the arrays. Only mixtures of experts have expert ranks."""
-        return _MIXTURE_FIELDS if np.ndim(self.layouts.expert) else _FIELDS
-
     def take(self, chosen: Array) -> "Candidates":
         """Returns the candidates at these indices, or where a mask is true."""
-        names = (name for name in self.fields if "micro" not in name)
+        names = (name for name in _FIELDS if "micro" not in name)
         fields = {name: getattr(self.layouts, name)[chosen] for name in names}
         return Candidates(
             layouts=dataclasses.replace(self.layouts, **fields),
@@ -170,14 +163,13 @@ class Candidates:
         """Array with one column per candidate, the inverse of `candidates_of`."""
         batch = {"micro_batch": self.micro_batch, "num_micro_batches": self.num_micro_batches}
         return np.stack(
-            [batch[name] if name in batch else getattr(self.layouts, name) for name in self.fields]
+            [batch[name] if name in batch else getattr(self.layouts, name) for name in _FIELDS]
         ).astype(np.int64)
 
 
 def candidates_of(columns: Array, spec: SearchSpec) -> Candidates:
     """Returns candidates from an array with one column per candidate."""
-    names = _FIELDS if spec.experts is None else _MIXTURE_FIELDS
-    fields = dict(zip(names, columns, strict=True))
+    fields = dict(zip(_FIELDS, columns, strict=True))
     micro_batch, passes = fields.pop("micro_batch"), fields.pop("num_micro_batches")
     fields["sequence_parallel"] = fields["sequence_parallel"].astype(bool)
     layouts = Layouts(**fields, shards_context=spec.framework_settings.shards_context)
@@ -205,8 +197,7 @@ def _filled(
     spec: SearchSpec, blocks: Sequence[tuple[Mesh, tuple[Array, ...]]], size: int
 ) -> Candidates:
     """Returns the candidates of several meshes: all combinations of each mesh's variants."""
-    num_fields = len(_FIELDS if spec.experts is None else _MIXTURE_FIELDS)
-    columns = np.empty((num_fields, size), dtype=np.int64)
+    columns = np.empty((len(_FIELDS), size), dtype=np.int64)
     begin = 0
     for mesh, parts in blocks:
         sizes = tuple(part.shape[1] for part in parts)
@@ -237,7 +228,7 @@ class _Variants:
         if spec.experts is not None:
             ranks = (mesh.data, mesh.context, mesh.tensor)
         if ranks not in self._shardings:
-            self._shardings[ranks] = _sharded(spec, mesh)
+            self._shardings[ranks] = _allowed(spec, mesh, _shardings(spec, mesh), _SHARDING_FIELDS)
         key = (mesh.data, mesh.pipeline)
         if key not in self._passes:
             self._passes[key] = _allowed(spec, mesh, _passes(spec, mesh), _PASS_FIELDS)
@@ -262,17 +253,6 @@ def _allowed(
     return np.array(kept, dtype=np.int64).reshape(-1, len(fields)).T
 
 
-def _sharded(spec: SearchSpec, mesh: Mesh) -> Array:
-    """Returns the sharding options, combined with every expert size if there are experts."""
-    rows = _shardings(spec, mesh)
-    if spec.experts is None:
-        return _allowed(spec, mesh, rows, _SHARDING_FIELDS)
-    with_experts = [
-        (*row, expert) for row in rows for expert in expert_sizes(spec.experts, mesh, row)
-    ]
-    return _allowed(spec, mesh, with_experts, (*_SHARDING_FIELDS, "expert"))
-
-
 def _runs(spec: SearchSpec, mesh: Mesh, varied: Mapping[str, int]) -> bool:
     """Whether Paceline's trainer runs a mesh with these fields and defaults for the others."""
     layout = ParallelLayout(
@@ -294,17 +274,14 @@ def _runs(spec: SearchSpec, mesh: Mesh, varied: Mapping[str, int]) -> bool:
     return not unsupported_reasons(layout, work)
 
 
-def _shardings(spec: SearchSpec, mesh: Mesh) -> list[tuple[int, int, int]]:
-    """Returns replicas, shards and ZeRO stage. The stage is 0 if nothing is sharded."""
-    stages = tuple(stage for stage in SHARDING_STAGES.values() if stage > 0)
+def _shardings(spec: SearchSpec, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Returns replicas, shards, ZeRO stage (0 if nothing is sharded) and expert ranks."""
     over_context = spec.framework_settings.shards_context and mesh.context > 1
-    sharded = [
-        (mesh.data // shard, shard, stage)
-        for shard in divisors(mesh.data)
-        if shard > 1 or over_context
-        for stage in stages
-    ]
-    return [(mesh.data, 1, 0), *sharded]
+    shards = [shard for shard in divisors(mesh.data) if shard > 1 or over_context]
+    stages = [stage for stage in SHARDING_STAGES.values() if stage > 0]
+    rows = [(mesh.data, 1, 0)]
+    rows += [(mesh.data // shard, shard, stage) for shard in shards for stage in stages]
+    return [(*row, expert) for row in rows for expert in expert_sizes(spec, mesh, row)]
 
 
 def _passes(spec: SearchSpec, mesh: Mesh) -> list[tuple[int, int, int]]:

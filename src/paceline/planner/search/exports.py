@@ -1,26 +1,17 @@
 """Writes the files of a layout: plan.json, torchtitan.toml, megatron.args, commands.sh.
 
-Exports a layout and its predictions as a plan for `paceline train --plan`.
-
-Exports a layout as a torchtitan config.
-
-torchtitan shards with FSDP2. Resharding after forward is ZeRO-3. Keeping parameters gathered after
-forward is closest to ZeRO-2. There is no equivalent of ZeRO-1. Tensor parallelism always includes
-sequence parallelism. Several micro-batches become gradient accumulation, or micro-batches of the
-pipeline schedule. Comments in the config list the differences from the layout.
-
+torchtitan shards with FSDP2. Resharding after forward is ZeRO-3; keeping parameters gathered is
+closest to ZeRO-2; there is no ZeRO-1. Tensor parallelism always includes sequence parallelism.
+Several micro-batches become gradient accumulation, or micro-batches of the pipeline schedule.
 Expert ranks are whole groups of context and tensor ranks (`expert_tensor_parallel_degree` 1) that
-divide the sharded ranks. Other numbers of expert ranks are refused, as are mixtures of experts for
-which torchtitan has no model.
+divide the sharded ranks; others are refused, as are mixtures of experts that torchtitan lacks.
 
-Exports a layout as flags of Megatron-LM's pretrain_gpt.py.
+Megatron-LM's pretrain_gpt.py has flags: ZeRO-1 is the distributed optimizer, with one instance per
+replica and states sharded over data and context ranks together; ZeRO-2 and 3 are Megatron FSDP.
+Whole experts are distributed over expert ranks, with all-to-all dispatch. A shape does not include
+the widths of latent attention, so the user must add those flags.
 
-ZeRO-1 maps to Megatron's distributed optimizer, ZeRO-2 and 3 to Megatron FSDP. The distributed
-optimizer has one instance per replica, and shards states over data and context ranks together.
-Differences between Megatron and the layout are returned as notes.
-
-Whole experts are distributed over expert ranks (an expert tensor size of 1), with all-to-all
-dispatch. A shape does not include the widths of latent attention, so the user must add those flags.
+Other differences from the layout are comments in both files.
 """
 
 import dataclasses

@@ -228,13 +228,11 @@ def _keep(
     layouts = fitting.layouts
     techniques = (
         *(memory, layouts.checkpointing, layouts.stage, layouts.pipeline_interleave),
-        *(layouts.sequence_parallel, layouts.shard),
-        *(() if spec.experts is None else (layouts.expert,)),
+        *(layouts.sequence_parallel, layouts.shard, layouts.expert),
     )
     order = np.lexsort((*reversed(techniques), rounded))
     columns = fitting.columns
-    shown = [layouts.tensor, layouts.context, layouts.pipeline]
-    shown += [] if spec.experts is None else [layouts.expert]
+    shown = (layouts.tensor, layouts.context, layouts.pipeline, layouts.expert)
     kinds = np.stack(shown)[:, order]
     _, firsts = np.unique(kinds, axis=1, return_index=True)
     for first in firsts:
@@ -366,7 +364,7 @@ def layout_at(candidates: Candidates, place: int) -> ParallelLayout:
         tensor=int(layouts.tensor[place]),
         pipeline=int(layouts.pipeline[place]),
         context=int(layouts.context[place]),
-        expert=int(layouts.expert[place]) if np.ndim(layouts.expert) else 1,
+        expert=int(layouts.expert[place]),
         sharding=SHARDINGS[int(layouts.stage[place])],
         sequence_parallel=bool(layouts.sequence_parallel[place]),
         pipeline_interleave=int(layouts.pipeline_interleave[place]),

@@ -1,7 +1,4 @@
-"""The search spec: a model, its batch, the devices, and constraints on the layout.
-
-Costs used by the search: from a calibration, or assumed for a device without one.
-"""
+"""The inputs of a search: a model and its devices, and the performance of these devices."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -42,8 +42,6 @@ activations as the whole model has blocks. Interleaving v parts per stage adds (
 them (Narayanan et al. 2021). The stages of Paceline's trainer have unequal numbers of blocks, so a
 later stage may keep the most: r stages before the last, a stage keeps r + 1 micro-batches. The
 number of micro-batches in the step limits all of these.
-
-Largest loads of the trainer's pipeline stages, for arrays of layouts.
 """
 
 import functools

@@ -1,35 +1,26 @@
-"""Achieved rates of devices and links: the constants of the step-time model.
+"""Achieved rates of devices and links, and the cost of collectives on tiered links.
 
-Three are required: the matmul rate, the memory bandwidth and the links. Every other constant
-belongs to a term that is off by default. Vendors do not state these constants, so only a
+A cluster requires three constants: the matmul rate, the memory bandwidth and the links. Every other
+constant belongs to a term that is off by default. Vendors do not state these constants, so only a
 calibration (`paceline.planner.calibrations`) enables them.
 
-Cost of collectives on a cluster with tiered links: host, pod, whole cluster.
-
-The devices of one host have consecutive numbers, as have the hosts of one pod. A group of g ranks
-has a stride k, the product of the mesh axes inside its own axis. It is split over the tiers as
-follows: a domain of D devices holds blocks of gcd(D / k, g) of its ranks if k divides D, and blocks
-of one otherwise. Blocks of this size never cross a domain boundary, wherever the group starts. The
-group spans the tiers in which its blocks grow. The algorithms are
+Links are tiers: host, pod, whole cluster. The devices of one host have consecutive numbers, as have
+the hosts of one pod. A group of g ranks has a stride k, the product of the mesh axes inside its own
+axis. A domain of D devices holds blocks of gcd(D / k, g) of its ranks if k divides D, and blocks of
+one otherwise. Blocks of this size never cross a domain boundary, wherever the group starts. The
+group spans the tiers in which its blocks grow. For each group the fastest algorithm counts, as in
+communication libraries:
 
     ring           one ring, at the speed of the slowest tier that the group spans
     tree           two complementary trees at that speed, all-reduce only
     hierarchical   one ring per tier over the blocks of the tier below, each with the bytes that
                    the tiers below leave: S, then S over the ranks below, and so on
 
-`collective_time_s` takes the fastest of the three for each group, as communication libraries do.
-All functions accept arrays of sizes, groups and strides.
-
-Correction factors from measured runs, by tokens per pass, model width and tensor ranks.
-
-Libraries select kernels by matmul size, and hosts differ in launch speed. Both cause jumps that the
-smooth formulas miss. Runs are grouped into cells that span half a doubling of tokens, half a
-doubling of width and one power of two of tensor ranks. The mean log ratio of measured to predicted
-seconds in a cell, shrunk towards zero if there are few runs, gives a factor on the time of a layer:
-
-    factor = exp(sum of logarithms / (runs + 2))
-
-Cells without runs have the factor 1.
+Corrections come from measured runs: libraries select kernels by matmul size, and hosts differ in
+launch speed, which causes jumps that the smooth formulas miss. A cell spans half a doubling of
+tokens per pass, half a doubling of width and one power of two of tensor ranks. The mean log ratio
+of measured to predicted seconds in it, shrunk towards zero, gives a factor on the time of a layer,
+exp(sum of logarithms / (runs + 2)), which is 1 without runs.
 """
 
 import dataclasses

@@ -4,10 +4,9 @@ Ranks are numbered with the tensor axis innermost, then context, shard, replicat
 outermost, so that the axes with the most communication are closest together. The stride of an axis
 is the product of the axes inside it.
 
-Shapes with array dimensions, one entry per layout, for models of different sizes.
-
-`step_time` accepts them like any shape, so one call predicts runs of many models. Properties that
-change the formulas (norm, activation, biases) must be the same in all.
+A shape may have arrays as dimensions, one entry per layout (`join_shapes`), so that one call
+predicts runs of many models. Properties that change the formulas (norm, activation, biases) must be
+the same in all.
 """
 
 import dataclasses

@@ -32,8 +32,6 @@ meant for comparing layouts. Exposed communication is the limit of many buckets 
 (`least_exposed_s`), in closed form so that a million layouts take two seconds.
 `paceline.accounting.overlap` simulates the buckets of a single layout.
 
-Efficiency loss of small matmuls, for arrays of layouts.
-
 A matmul of M tokens with a matrix of K rows and N columns has 2 M N K FLOPs, at the rate R of large
 matmuls. Small matmuls do not reach R: the tile pipeline must fill and drain along every dimension,
 and operands are read and results written. With a characteristic length for each dimension,
