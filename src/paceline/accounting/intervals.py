@@ -43,3 +43,11 @@ def bootstrap_medians(samples: Array, num_draws: int, generator: np.random.Gener
     size = samples.shape[-1]
     drawn = generator.integers(size, size=(num_draws, size))
     return np.asarray(np.median(samples[..., drawn], axis=-1))
+
+
+def weighted_quantile(values: Array, weights: Array, fraction: float) -> float:
+    """Returns the smallest value whose cumulated weight reaches `fraction` of all weights."""
+    order = np.argsort(values)
+    cumulated = np.cumsum(weights[order])
+    index = int(np.searchsorted(cumulated, fraction * cumulated[-1]))
+    return float(values[order][min(index, len(values) - 1)])

@@ -11,9 +11,9 @@ from paceline.accounting import (
     attention_saved_bytes,
     count_parameters,
     model_state_bytes,
-    saved_for_backward_bytes,
     step_memory,
 )
+from paceline.accounting.memory.activations import saved_for_backward_bytes
 from paceline.accounting.overlap import explain_overhead
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset

@@ -22,7 +22,7 @@ from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.predict.calibration import Calibration
-from paceline.predict.intervals import PredictionOutcome
+from paceline.predict.outcomes import PredictionOutcome
 from paceline.predict.step import StepTerms, strategy_step_terms
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
 from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, find_kind

@@ -5,7 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from paceline.accounting.intervals import NORMAL_90, bootstrap_medians, conformal_quantile
+from paceline.accounting.intervals import (
+    NORMAL_90,
+    bootstrap_medians,
+    conformal_quantile,
+    weighted_quantile,
+)
 
 
 @pytest.mark.parametrize("size", [9, 10, 19, 100])
@@ -47,3 +52,18 @@ def test_rows_are_drawn_together() -> None:
 
 def test_nine_in_ten_normal_numbers_are_within_the_normal_quantile() -> None:
     assert math.erf(NORMAL_90 / math.sqrt(2)) == pytest.approx(0.9, abs=1e-3)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_equal_weights_give_the_quantile_of_the_inverse_distribution(fraction: float) -> None:
+    values = np.random.default_rng(1).normal(size=37)
+    expected = np.quantile(values, fraction, method="inverted_cdf")
+    assert weighted_quantile(values, np.ones(37), fraction) == expected
+
+
+def test_a_weight_counts_like_repetitions() -> None:
+    values, weights = np.array([3.0, 1.0, 2.0]), np.array([1.0, 2.0, 4.0])
+    repeated = np.repeat(values, weights.astype(int))
+    for fraction in (0.2, 0.5, 0.8, 0.9):
+        expected = np.quantile(repeated, fraction, method="inverted_cdf")
+        assert weighted_quantile(values, weights, fraction) == expected

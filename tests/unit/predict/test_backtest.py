@@ -13,7 +13,7 @@ from paceline.predict.backtest import (
     leave_group_out,
     leave_one_out,
 )
-from paceline.predict.intervals import accuracy
+from paceline.predict.outcomes import accuracy
 
 FACTORS = {"matmul": 1.2, "elementwise": 0.7, "update": 1.5, "contention": 1.0, "exposed": 0.8}
 

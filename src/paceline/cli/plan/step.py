@@ -127,7 +127,7 @@ class BacktestCommand:
         if not self.records:
             return self._print_history()
         from paceline.predict.backtest import leave_one_out, predict_others
-        from paceline.predict.intervals import accuracy
+        from paceline.predict.outcomes import accuracy
         from paceline.reports.tables.predictions import backtest_table
 
         cases = _read_cases(self.records)

@@ -10,8 +10,7 @@ from paceline.core.units import format_binary_bytes, format_count, format_durati
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
 from paceline.planner.search.budget import Budget, BudgetPoint, RunEstimate
-from paceline.planner.search.search import BOUNDS, Candidate
-from paceline.planner.search.search import SearchResult
+from paceline.planner.search.search import BOUNDS, Candidate, SearchResult
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
 
 

@@ -1,45 +1,11 @@
-"""Intervals of predictions, and predictions beside their measurements.
-
-An interval covers nine in ten of the errors of earlier predictions. `conformal_quantile` is the
-quantile of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018): if the next error is
-exchangeable with n earlier ones, it is at most the ceil(0.9 (n + 1))-th smallest of them with a
-probability of at least 0.9.
-"""
+"""Predictions beside their measurements, and the accuracy of many of them."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.plan import Estimate
-
-COVERAGE = 0.9
-"""Fraction of measurements that an interval is meant to contain."""
-
-
-def conformal_quantile(errors: npt.ArrayLike) -> float:
-    """Returns the ceil(0.9 (n + 1))-th smallest of n absolute errors.
-
-    With fewer than nine errors that rank exceeds n. The result is then the largest error times
-    rank / n.
-    """
-    ordered = np.sort(np.asarray(errors, dtype=np.float64))
-    rank = math.ceil(COVERAGE * (len(ordered) + 1))
-    if rank > len(ordered):
-        return float(ordered[-1]) * rank / len(ordered)
-    return float(ordered[rank - 1])
-
-
-def weighted_quantile(
-    values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], fraction: float
-) -> float:
-    """Returns the smallest value whose cumulated weight reaches `fraction` of all weights."""
-    order = np.argsort(values)
-    cumulated = np.cumsum(weights[order])
-    index = int(np.searchsorted(cumulated, fraction * cumulated[-1]))
-    return float(values[order][min(index, len(values) - 1)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
