@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 
 import pytest
@@ -71,7 +72,8 @@ def test_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
     plan = read_plan(_searched(tmp_path / "plan.json", layout))
     assert (plan.world_size, plan.step_time_s) == (4, 0.5)
     config = decode_config(TEXT, settings=plan.settings)
-    assert config.model.shape == model_preset("bytes-6M")
+    shape = model_preset("bytes-6M")
+    assert config.model.shape == dataclasses.replace(shape, num_kv_heads=4, head_dim=64)
     assert (config.model.num_layers, config.model.num_kv_heads) == (6, 4)
     assert config.model.activation_checkpointing == "full"
     assert config.data.context_length == 128
@@ -82,10 +84,10 @@ def test_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
 
 def test_a_plan_changes_the_config_and_set_changes_the_plan(tmp_path: pathlib.Path) -> None:
     plan = read_plan(_searched(tmp_path / "plan.json", ParallelLayout(replicate=2)))
-    text = f"{TEXT}[training]\nbatch_size = 1\nsteps = 7\n"
+    text = f"{TEXT}[training]\nbatch_size = 1\nsteps = 70\n"
     config = decode_config(text, ["training.micro_batch_size=1"], settings=plan.settings)
     step = config.training
-    assert (step.steps, step.batch_size, step.micro_batch_size) == (7, 16, 1)
+    assert (step.steps, step.batch_size, step.micro_batch_size) == (70, 16, 1)
 
 
 def test_every_axis_of_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
