@@ -211,9 +211,11 @@ def _measure_all(sweep: CollectiveSweep, ranks: MeasuringRanks) -> Iterator[Reco
         fields = {"operation": case.operation, "size_bytes": case.size_bytes, **topology}
         fields |= {"warmup": sweep.warmup, "steps": sweep.steps}
         times: CollectiveTimes | None
-        times, reason = ranks.attempt(functools.partial(ranks.run, measure_collective, case))
+        times, outcome, reason = ranks.attempt(
+            functools.partial(ranks.run, measure_collective, case)
+        )
         if times is None:
-            yield measured("comm", fields, {}, outcome="failed", reason=reason)
+            yield measured("comm", fields, {}, outcome=outcome, reason=reason)
             continue
         samples[case.operation][times.size_bytes] = times.samples
         yield measured("comm", fields, _numbers(case, times, ranks.world_size))

@@ -192,7 +192,7 @@ def _layout_ranks(sweep: LayoutSweep) -> Iterator[MeasuringRanks]:
 def _records_of(case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress) -> Iterator[Record]:
     sweep = case.sweep
     results: list[LayoutResult] | None
-    results, reason = ranks.attempt(
+    results, outcome, reason = ranks.attempt(
         lambda: measure_rounds(
             ranks,
             LayoutComparison,
@@ -213,7 +213,7 @@ def _records_of(case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress) 
                 "rounds": sweep.rounds,
             },
             {} if results is None else _numbers(case, results[index], results[0]),
-            outcome="ok" if reason is None else "failed",
+            outcome=outcome,
             reason=reason,
         )
 

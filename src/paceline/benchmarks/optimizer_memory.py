@@ -43,7 +43,6 @@ from paceline.kernels import resolve_implementation
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.records import Record
-from paceline.records.schema import Outcome
 
 STEP = "step_time_s"
 OPTIMIZER = "optimizer_time_s"
@@ -233,12 +232,11 @@ def optimizer_records(sweep: OptimizerSweep, _on_progress: Progress) -> Iterator
 def _records_of(
     sweep: OptimizerSweep, case: OptimizerCase, ranks: MeasuringRanks
 ) -> Iterator[Record]:
-    result: OptimizerResult | None = None
-    outcome: Outcome = "skipped"
-    reason = memory_obstacle(ranks, case.step, [case.variant.strategy])
-    if reason is None:
-        result, reason = ranks.attempt(lambda: ranks.run(measure, case, sweep.time_limit_s))
-        outcome = "ok" if reason is None else "failed"
+    obstacle = memory_obstacle(ranks, case.step, [case.variant.strategy])
+    result: OptimizerResult | None
+    result, outcome, reason = ranks.attempt(
+        lambda: ranks.run(measure, case, sweep.time_limit_s), obstacle
+    )
     numbers: Numbers = {}
     if result is not None:
         numbers = {**result.samples, **_memory_numbers(result.memory), **result.resident_bytes}

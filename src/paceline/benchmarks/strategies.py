@@ -54,7 +54,6 @@ from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer, state_tensors
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.links import link_case_fields
-from paceline.records.schema import Outcome
 
 
 class StrategyStep(TimedStep):
@@ -299,12 +298,10 @@ def data_parallel_records(sweep: DataParallelSweep, on_progress: Progress) -> It
 def _records_of(
     sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> Iterator[Record]:
-    results: list[VariantResult] | None = None
-    outcome: Outcome = "skipped"
-    reason = memory_obstacle(ranks, case.step, [variant.strategy for variant in case.variants])
-    if reason is None:
-        results, reason = ranks.attempt(lambda: _measure(sweep, case, ranks, on_progress))
-        outcome = "ok" if reason is None else "failed"
+    obstacle = memory_obstacle(ranks, case.step, [variant.strategy for variant in case.variants])
+    results, outcome, reason = ranks.attempt(
+        lambda: _measure(sweep, case, ranks, on_progress), obstacle
+    )
     for index, variant in enumerate(case.variants):
         yield measured(
             "ddp",

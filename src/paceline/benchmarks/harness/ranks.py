@@ -15,6 +15,7 @@ from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import is_launched
 from paceline.records import CaseValue, Record
 from paceline.records.environment import threads_per_rank
+from paceline.records.schema import Outcome
 
 Result = TypeVar("Result")
 
@@ -42,15 +43,19 @@ class MeasuringRanks:
         """Measures records on every rank, and yields them only on the first."""
         return (record for record in records if self.is_first)
 
-    def attempt(self, measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """Returns the result of runs on the ranks, or None and the reason for the failure."""
+    def attempt(
+        self, measure: Callable[[], Result], obstacle: str | None = None
+    ) -> tuple[Result | None, Outcome, str | None]:
+        """Returns the result of runs on the ranks, or None and why it failed or was skipped."""
+        if obstacle is not None:
+            return None, "skipped", obstacle
         try:
-            return measure(), None
+            return measure(), "ok", None
         except PacelineError as error:
             if not self.survives_failure:
                 raise
             # The last line of a rank's error, without the traceback before it.
-            return None, str(error).strip().rpartition("\n")[2]
+            return None, "failed", str(error).strip().rpartition("\n")[2]
 
 
 def measuring_ranks(
