@@ -5,6 +5,7 @@ import os
 import tempfile
 from typing import Any
 
+import beartype
 import hypothesis
 import jaxtyping
 import pytest
@@ -26,12 +27,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Excludes torch operators, which torch compiles, and Triton kernels, whose source Triton reads.
-CHECKED = [f"paceline.kernels.attention.{name}" for name in ("layout", "reference", "tiled")]
+CHECKED = [f"paceline.kernels.attention.{name}" for name in ("reference", "tiled")]
 
 with jaxtyping.install_import_hook([*CHECKED, "paceline.models"], "beartype.beartype"):
     import paceline.kernels
     import paceline.kernels.attention.tiled
     import paceline.models  # noqa: F401
+    from paceline.kernels.attention.layout import BackwardInputs, ForwardInputs
+
+# Of `layout` only these: its functions check their arguments themselves.
+for _inputs in (ForwardInputs, BackwardInputs):
+    jaxtyping.jaxtyped(_inputs, typechecker=beartype.beartype)
 
 _TOGETHER = {
     # These look for leftovers on the whole machine, so no other test may use the lab meanwhile.

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -148,3 +149,10 @@ def test_blocks_are_exactly_what_is_visible(
     ]
     assert len(seen) == len(set(seen))
     assert set(seen) == _visible(num_queries, num_keys, diagonal)
+
+
+def test_shapes_of_the_inputs_are_checked_in_tests() -> None:
+    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
+    ForwardInputs(query, key, key, None, 1.0)
+    with pytest.raises(jaxtyping.TypeCheckError, match="key"):
+        ForwardInputs(query, key[..., :2], key, None, 1.0)
