@@ -9,7 +9,7 @@ import torch.distributed as dist
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import DataParallelSweep
-from paceline.benchmarks.strategies import COMMUNICATION, EXPOSED, STEP, Comparison
+from paceline.benchmarks.strategies import COMMUNICATION, EXPOSED, STEP, StrategyComparison
 from paceline.core import BatchShape, model_preset, precision_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
@@ -56,7 +56,7 @@ def benchmark(
             context=arguments.context_length,
             device="cuda" if session.device.type == "cuda" else "cpu",
         )
-        comparison = Comparison(next(iter(sweep.cases())), session.device)
+        comparison = StrategyComparison(next(iter(sweep.cases())), session.device)
         for index in range(arguments.warmup + arguments.steps):
             comparison.run_round(measured=index >= arguments.warmup)
         (result,) = comparison.results()
