@@ -239,7 +239,7 @@ def test_a_whole_loop_keeps_the_keys(tmp_path: pathlib.Path) -> None:
 def _without_ladder(path: pathlib.Path) -> None:
     """Rewrites the JSON of a directory as versions without ladders wrote it."""
     raw = json.loads(path.read_text())
-    raw.get("spec", raw).pop("ladder")
+    raw.get("question", raw).pop("ladder")
     for run in raw.get("runs", []):
         assert not run.pop("is_whole_shape")
     path.write_text(json.dumps(raw))
