@@ -1,4 +1,4 @@
-"""FLOPs and memory of attention by itself, with one head per sequence.
+"""FLOPs, memory and kernels of attention by itself, with one head per sequence.
 
 There are B sequences of N tokens, and heads of width D. A *vector* is B N D numbers in the dtype of
 the inputs. a is the size of an accumulator: four bytes, or eight for float64 inputs.
@@ -30,27 +30,19 @@ every number per query, of the current tile and the previous one:
 The mask of a causal tile is R (R - 1) bytes. With two or more tiles of queries (512 tokens), this
 is exact to the byte; shorter sequences take up to one T and one H R less. Tests check both.
 
-FLOPs of attention kernels, and bounds on the bytes that they move.
+Kernels. Each matmul costs 2 D FLOPs per visible pair. Forward has two (scores, output), the
+key-value gradient kernel four (scores, dV, dP, dK), the query gradient kernel three (scores, dP,
+dQ). Backward thus costs 3.5 times forward; a kernel that accumulates dQ with atomics costs 2.5
+times. The difference is the price of gradients that are identical in every run. At best, every
+tensor moves between memory and chip once; at worst, every read misses the cache, and a kernel that
+owns tiles of queries rereads keys and values for each tile, and vice versa. This is a ceiling, not
+a prediction.
 
-Each matmul costs 2 d FLOPs per visible query-key pair, where d is the head width. Forward has two
-(scores, output), the key-value gradient kernel four (scores, dV, dP, dK), the query gradient kernel
-three (scores, dP, dQ). Backward thus costs 3.5 times forward; a kernel that accumulates dQ with
-atomics costs 2.5 times. The difference is the price of gradients that are identical in every run.
-
-At best, every tensor moves between memory and chip once, because the cache serves all programs that
-share data. At worst, every read misses the cache: a kernel that owns tiles of queries rereads keys
-and values for each tile, and vice versa. Actual performance lies between the two, or below both if
-something else is the bottleneck: this is a ceiling, not a prediction.
-
-Multiprocessor resources, and the number of a kernel's blocks that run on one at a time.
-
-The figures come from NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per
-Compute Capability", and from AMD's CDNA3 Instruction Set Architecture reference guide. An unknown
-architecture is an error, never a guess.
-
-Blocks run concurrently until registers, shared memory or warp slots are used up. Registers are
-allocated to whole warps in fixed portions. NVIDIA's driver reserves some shared memory for every
-block.
+Occupancy. Blocks run concurrently until registers, shared memory or warp slots are used up.
+Registers are allocated to whole warps in fixed portions, and NVIDIA's driver reserves some shared
+memory for every block. Resources come from NVIDIA's CUDA C++ Programming Guide, table "Technical
+Specifications per Compute Capability", and AMD's CDNA3 Instruction Set Architecture reference
+guide. An unknown architecture is an error, never a guess.
 """
 
 import dataclasses

@@ -39,13 +39,8 @@ def interruption_interval_s(device_failure_interval_h: Any, num_devices: Any) ->
     return np.asarray(device_failure_interval_h, dtype=np.float64) * HOUR_S / num_devices
 
 
-def young_interval_s(stall_s: Any, interruption_s: Any) -> Any:
-    """Returns sqrt(2 c M), the first-order approximation of the optimal interval."""
-    return np.sqrt(2 * np.asarray(stall_s, dtype=np.float64) * interruption_s)
-
-
 def best_interval_s(stall_s: Any, interruption_s: Any) -> Any:
-    """Returns the seconds of training between saves that maximize goodput."""
+    """Returns the seconds of training between saves that maximize goodput; about sqrt(2 c M)."""
     between = np.asarray(interruption_s, dtype=np.float64)
     # W is undefined below -1/e, which rounding could reach. A save without a stall gives t = 0.
     argument = np.maximum(-np.exp(-1 - stall_s / between), -np.exp(-1))
