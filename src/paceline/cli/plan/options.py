@@ -195,27 +195,19 @@ class ClusterOptions:
         from paceline.planner.calibrations.store import (
             find_calibration,
             known_calibrations,
+            match_calibration,
             read_calibrations,
         )
 
-        name = self.calibration
+        name, framework = self.calibration, None
         if name is not None and name.endswith(".jsonl"):
-            own = read_calibrations(name)
-            matching = [
-                each for each in own if (each.device, each.precision) == (self.device, dtype)
-            ]
-            if dtype == self.precision and not matching:
+            own = match_calibration(read_calibrations(name), self.device, dtype)
+            if dtype == self.precision and own is None:
                 raise UsageError(f"{name}: contains no calibration for {self.device} with {dtype}")
-            return matching[0] if matching else None
-        of_framework = None
+            return own
         if name is not None:
             named = find_calibration(name, self.device, self.precision, of_experts=of_experts)
-            of_framework = named.framework
-        known = [
-            each
-            for each in known_calibrations()
-            if (each.device, each.precision) == (self.device, dtype)
-            and of_framework in (None, each.framework)
-            and each.of_experts == of_experts
-        ]
-        return known[0] if known else None
+            framework = named.framework
+        return match_calibration(
+            known_calibrations(), self.device, dtype, of_experts=of_experts, framework=framework
+        )

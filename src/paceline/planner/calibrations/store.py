@@ -38,35 +38,45 @@ def known_calibrations() -> tuple[FrameworkCalibration, ...]:
     return tuple(sorted(known, key=lambda each: (-len(each.rows), each.name)))
 
 
-def find_calibration(
-    name: str | None,
+def match_calibration(
+    known: Iterable[FrameworkCalibration],
     device: str,
     precision: str,
     *,
-    of_experts: bool = False,
-    more: Iterable[FrameworkCalibration] = (),
+    of_experts: bool | None = None,
+    framework: str | None = None,
+) -> FrameworkCalibration | None:
+    """Returns the first calibration of a device and dtype; other criteria count unless None."""
+    for each in known:
+        if (
+            (each.device, each.precision) == (device, precision)
+            and of_experts in (None, each.of_experts)
+            and framework in (None, each.framework)
+        ):
+            return each
+    return None
+
+
+def find_calibration(
+    name: str | None, device: str, precision: str, *, of_experts: bool = False
 ) -> FrameworkCalibration:
-    """Finds a calibration by name, or the one with the most rows for a device and dtype.
+    """Finds a bundled calibration by name, or the one with the most rows for a device and dtype.
 
     Args:
         name: Full name or framework name; None selects the calibration with the most rows.
         device: Device name in the hardware table.
         precision: dtype of matmuls, such as bfloat16.
         of_experts: Whether to find one for mixture-of-experts models instead of dense models.
-        more: User-provided calibrations, which take precedence over bundled ones.
     """
-    known = (*more, *known_calibrations())
+    everything = known = known_calibrations()
     if name is not None:
         for each in known:
             if each.name == name:
                 return each
         known = tuple(each for each in known if each.framework == name)
-    wanted = device_name(device)
-    for each in known:
-        what_for = (each.device, each.precision, each.of_experts)
-        if what_for == (wanted, precision, of_experts):
-            return each
-    everything = (*more, *known_calibrations())
+    found = match_calibration(known, device_name(device), precision, of_experts=of_experts)
+    if found is not None:
+        return found
     if name is not None and not known:
         names = [each.name for each in everything]
         hint = did_you_mean(name, {*names, *(each.framework for each in everything)})

@@ -22,6 +22,7 @@ from paceline.planner.calibrations.parameters import PRIORS
 from paceline.planner.calibrations.store import (
     find_calibration,
     known_calibrations,
+    match_calibration,
     read_calibrations,
     write_calibrations,
 )
@@ -176,7 +177,10 @@ def test_finding_names_what_there_is() -> None:
     assert find_calibration(None, "h100-sxm-80gb", "bfloat16").framework == "nemo"
     assert find_calibration("llm-foundry", "h100-sxm", "bfloat16").framework == "llm-foundry"
     own = _calibration()
-    assert find_calibration(None, "h100-sxm", "bfloat16", more=[own]) == own
+    others = [dataclasses.replace(own, precision="float8"), dataclasses.replace(own, name="later")]
+    assert match_calibration([others[0], own, others[1]], "h100-sxm", "bfloat16") == own
+    assert match_calibration([own], "h100-sxm", "bfloat16", of_experts=not own.of_experts) is None
+    assert match_calibration([own], "h100-sxm", "bfloat16", framework="another") is None
     with pytest.raises(UsageError, match="no calibration of dense models for mi300x with bfloat16"):
         find_calibration(None, "mi300x", "bfloat16")
     with pytest.raises(UsageError, match="unknown calibration 'nemmo'"):
