@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from paceline.core.units import KIB, format_binary_bytes, format_seconds
 from paceline.records import CaseValue, Metric, Record
-from paceline.reports.comparison import Change, StoreComparison
+from paceline.reports.comparison import Ratio, StoreComparison
 from paceline.reports.fields import case_number, describe_case, describe_fields, split_fields
 from paceline.reports.tables.table import Table
 
@@ -129,12 +129,16 @@ def regression_table(found: StoreComparison, tolerance: float) -> Table:
     }
     hidden = len(found.changes) - _MOST_ROWS
     lacking = found.num_only_before, found.num_only_after
-    return Table(
-        headers=("case", "metric", "before", "after", "ratio", ""),
-        rows=tuple(
-            _change_row(change, varying[change.record.kind])
-            for change in found.changes[:_MOST_ROWS]
-        ),
+    return Table.of(
+        found.changes[:_MOST_ROWS],
+        {
+            "case": lambda change: describe_case(change.record, varying[change.record.kind]),
+            "metric": lambda change: change.metric,
+            "before": lambda change: _written(change.metric, change.before),
+            "after": lambda change: _written(change.metric, change.after),
+            "ratio": lambda change: _ratio(change.ratio),
+            "": lambda change: "" if change.verdict == "alike" else change.verdict,
+        },
         caption=f"{counts['worse']} worse by more than {tolerance:.0%}, {counts['alike']} alike, "
         f"{counts['better']} better",
         notes=(
@@ -145,17 +149,9 @@ def regression_table(found: StoreComparison, tolerance: float) -> Table:
     )
 
 
-def _change_row(change: Change, varying: list[str]) -> tuple[str, ...]:
-    ratio = change.ratio
+def _ratio(ratio: Ratio) -> str:
     interval = f" ({ratio.low:.3f} to {ratio.high:.3f})" if ratio.num_samples > 1 else ""
-    return (
-        describe_case(change.record, varying),
-        change.metric,
-        _written(change.metric, change.before),
-        _written(change.metric, change.after),
-        f"{ratio.value:.3f}{interval}",
-        "" if change.verdict == "alike" else change.verdict,
-    )
+    return f"{ratio.value:.3f}{interval}"
 
 
 def _written(name: str, metric: Metric) -> str:

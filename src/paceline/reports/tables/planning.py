@@ -1,11 +1,12 @@
 """Tables of plans: layouts, budgets and advice, framework calibrations, predicted memory."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from paceline.accounting.memory.step import MemoryParts
+from paceline.core.plan import Estimate
 from paceline.core.units import format_binary_bytes, format_count, format_duration, to_gibibytes
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
@@ -18,19 +19,29 @@ def search_table(
     result: SearchResult, runs: Sequence[RunEstimate] | None = None, notes: Sequence[str] = ()
 ) -> Table:
     """Returns a row for the best layout of every mesh, the fastest first."""
-    spec = result.spec
+    spec, estimates = result.spec, runs or ()
     alike = not_told_apart(result.choices)
-    return Table(
-        headers=(
-            *("", "layout", "step", "90% interval", "MFU", "memory", "free", "bound by"),
-            *("bubble", "exposed"),
-            *(() if runs is None else ("days", "goodput", "device-hours")),
-            *(() if runs is None or runs[0].cost is None else ("cost",)),
-        ),
-        rows=tuple(
-            _row(place, choice, alike, None if runs is None else runs[place])
-            for place, choice in enumerate(result.choices)
-        ),
+    columns: dict[str, Callable[[tuple[int, Candidate]], object]] = {
+        "": lambda each: f"{each[0] + 1}{'≈' if each[0] < alike and alike > 1 else ''}",
+        "layout": lambda each: each[1].name,
+        "step": lambda each: _seconds(each[1].step_time_s.value),
+        "90% interval": lambda each: " to ".join(map(_seconds, _ends(each[1].step_time_s))),
+        "MFU": lambda each: NOT_APPLICABLE if each[1].mfu is None else f"{each[1].mfu:.1%}",
+        "memory": lambda each: f"{to_gibibytes(each[1].peak_bytes):.1f} GiB",
+        "free": lambda each: f"{each[1].headroom:.0%}",
+        "bound by": lambda each: _bound(each[1]),
+        "bubble": lambda each: f"{each[1].bubble_share:.1%}",
+        "exposed": lambda each: f"{each[1].exposed_share:.1%}",
+    }
+    if estimates:
+        columns["days"] = lambda each: f"{estimates[each[0]].days:.3g}"
+        columns["goodput"] = lambda each: f"{estimates[each[0]].goodput:.1%}"
+        columns["device-hours"] = lambda each: _count(estimates[each[0]].device_hours)
+        if estimates[0].cost is not None:
+            columns["cost"] = lambda each: _count(estimates[each[0]].cost)
+    return Table.of(
+        enumerate(result.choices),
+        columns,
         caption=(
             f"{result.num_candidates:,} layouts of {spec.num_devices:,} devices, "
             f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
@@ -44,28 +55,13 @@ def search_table(
     )
 
 
-def _row(place: int, choice: Candidate, alike: int, run: RunEstimate | None) -> tuple[str, ...]:
-    time = choice.step_time_s
-    low = time.value if time.low is None else time.low
-    high = time.value if time.high is None else time.high
-    run_cells: tuple[str, ...] = ()
-    if run is not None:
-        run_cells = (f"{run.days:.3g}", f"{run.goodput:.1%}", format_count(round(run.device_hours)))
-        if run.cost is not None:
-            run_cells += (format_count(round(run.cost)),)
-    return (
-        f"{place + 1}{'≈' if place < alike and alike > 1 else ''}",
-        choice.name,
-        _seconds(time.value),
-        f"{_seconds(low)} to {_seconds(high)}",
-        NOT_APPLICABLE if choice.mfu is None else f"{choice.mfu:.1%}",
-        f"{to_gibibytes(choice.peak_bytes):.1f} GiB",
-        f"{choice.headroom:.0%}",
-        _bound(choice),
-        f"{choice.bubble_share:.1%}",
-        f"{choice.exposed_share:.1%}",
-        *run_cells,
-    )
+def _ends(time: Estimate) -> tuple[float, float]:
+    low, high = (time.value if end is None else end for end in (time.low, time.high))
+    return low, high
+
+
+def _count(number: float | None) -> str:
+    return "" if number is None else format_count(round(number))
 
 
 def _bound(choice: Candidate) -> str:
@@ -144,17 +140,14 @@ def _detail(term: str) -> str:
 
 def advice_table(changes: Sequence[Change]) -> Table:
     """Returns a row per change in the given order, largest speedup first."""
-    return Table(
-        headers=("with", "tokens/s", "device-hours", "best layout then"),
-        rows=tuple(
-            (
-                change.what,
-                f"{change.speedup:.2f}x",
-                f"{change.device_hours - 1:+.1%}",
-                change.choice.name,
-            )
-            for change in changes
-        ),
+    return Table.of(
+        changes,
+        {
+            "with": lambda change: change.what,
+            "tokens/s": lambda change: f"{change.speedup:.2f}x",
+            "device-hours": lambda change: f"{change.device_hours - 1:+.1%}",
+            "best layout then": lambda change: change.choice.name,
+        },
         caption="What would help: the search again, with one thing changed",
     )
 
@@ -165,12 +158,12 @@ def run_lines(run: RunEstimate) -> tuple[str, ...]:
     lines = [
         f"{run.tokens:.3g} tokens in {run.steps:,} steps: {run.days:.3g} days "
         f"({run.days_without_failures:.3g} without failures, goodput {run.goodput:.1%}), "
-        f"{format_count(round(run.device_hours))} device-hours{spares}.",
+        f"{_count(run.device_hours)} device-hours{spares}.",
         f"About {run.interruptions:.0f} interruptions; save every "
         f"{format_duration(run.checkpoint_interval_s)}.",
     ]
     if run.cost is not None:
-        lines.append(f"Cost: {format_count(round(run.cost))}.")
+        lines.append(f"Cost: {_count(run.cost)}.")
     return tuple(lines)
 
 
@@ -180,87 +173,85 @@ def _seconds(seconds: float) -> str:
 
 def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = ()) -> Table:
     """Returns a row per number of devices; the smallest and the cheapest in time are marked."""
-    has_price = found.points[0].run.cost is not None
-    return Table(
-        headers=(
-            *("devices", "", "days", "90% interval", "goodput", "device-hours"),
-            *(("cost",) if has_price else ()),
-            *("stops", "save every", "spare hosts", "MFU", "layout"),
-        ),
-        rows=tuple(_budget_row(found, point) for point in found.points),
+    columns: dict[str, Callable[[BudgetPoint], object]] = {
+        "devices": lambda point: f"{point.devices:,}",
+        "": lambda point: _marks(found, point),
+        "days": lambda point: f"{point.run.days:.3g}",
+        "90% interval": _days_interval,
+        "goodput": lambda point: f"{point.run.goodput:.1%}",
+        "device-hours": lambda point: _count(point.run.device_hours),
+    }
+    if found.points[0].run.cost is not None:
+        columns["cost"] = lambda point: _count(point.run.cost)
+    columns |= {
+        "stops": lambda point: f"{point.run.interruptions:.0f}",
+        "save every": lambda point: format_duration(point.run.checkpoint_interval_s),
+        "spare hosts": lambda point: point.run.spare_hosts,
+        "MFU": lambda point: "" if point.choice.mfu is None else f"{point.choice.mfu:.1%}",
+        "layout": lambda point: point.choice.name,
+    }
+    return Table.of(
+        found.points,
+        columns,
         caption=(f"{found.tokens:.3g} tokens by day {found.deadline_days:g} on {device}: {model}"),
         notes=(
             f"smallest: {found.smallest.devices:,} devices, {found.smallest.run.days:.3g} days; "
             f"cheapest: {found.cheapest.devices:,} devices, "
-            f"{format_count(round(found.cheapest.run.device_hours))} device-hours.",
+            f"{_count(found.cheapest.run.device_hours)} device-hours.",
             *notes,
         ),
     )
 
 
-def _budget_row(found: Budget, point: BudgetPoint) -> tuple[str, ...]:
-    run, time = point.run, point.choice.step_time_s
-    marks = [
-        name
-        for name, is_it in (
-            ("smallest", point is found.smallest),
-            ("cheapest", point is found.cheapest),
-            ("too late", not point.in_time),
-        )
-        if is_it
-    ]
-    low, high = (
-        run.days if end is None else run.days * end / time.value for end in (time.low, time.high)
-    )
-    return (
-        f"{point.devices:,}",
-        ", ".join(marks),
-        f"{run.days:.3g}",
-        f"{low:.3g} to {high:.3g}",
-        f"{run.goodput:.1%}",
-        format_count(round(run.device_hours)),
-        *(() if run.cost is None else (format_count(round(run.cost)),)),
-        f"{run.interruptions:.0f}",
-        format_duration(run.checkpoint_interval_s),
-        f"{run.spare_hosts}",
-        "" if point.choice.mfu is None else f"{point.choice.mfu:.1%}",
-        point.choice.name,
-    )
+def _marks(found: Budget, point: BudgetPoint) -> str:
+    marks = {
+        "smallest": point is found.smallest,
+        "cheapest": point is found.cheapest,
+        "too late": not point.in_time,
+    }
+    return ", ".join(name for name, is_marked in marks.items() if is_marked)
 
 
-_NOT_HELD_OUT = "-"
+def _days_interval(point: BudgetPoint) -> str:
+    time = point.choice.step_time_s
+    low, high = (point.run.days * end / time.value for end in _ends(time))
+    return f"{low:.3g} to {high:.3g}"
 
 
 def calibrations_table(calibrations: Sequence[FrameworkCalibration]) -> Table:
     """Returns a row per calibration."""
-    return Table(
-        headers=(
-            *("calibration", "rows", "matmuls (of peak)", "attention (of peak)"),
-            *("memory (of bandwidth)", "held-out error, mean", "largest", "90% interval"),
-        ),
-        rows=tuple(_calibration_row(each) for each in calibrations),
+    return Table.of(
+        calibrations,
+        {
+            "calibration": lambda each: each.name,
+            "rows": lambda each: len(each.rows),
+            "matmuls (of peak)": lambda each: f"{each.constants['matmul_share']:.0%}",
+            "attention (of peak)": _attention_share,
+            "memory (of bandwidth)": lambda each: f"{each.constants['memory_share']:.0%}",
+            "held-out error, mean": lambda each: _held_out_error(each, np.mean),
+            "largest": lambda each: _held_out_error(each, np.max),
+            "90% interval": _calibrated_interval,
+        },
         caption="Shares of what the vendor states; errors of rows while their model was held out",
     )
 
 
-def _calibration_row(calibration: FrameworkCalibration) -> tuple[str, ...]:
-    constants = calibration.constants
-    attention = constants.get("attention_share")
+def _attention_share(calibration: FrameworkCalibration) -> str:
+    share = calibration.constants.get("attention_share")
+    return "as matmuls" if share is None else f"{share:.0%}"
+
+
+def _held_out_error(
+    calibration: FrameworkCalibration, summarize: Callable[[np.ndarray], float]
+) -> str:
     ratios = np.array([each.log_ratio for each in calibration.residuals])
-    if len(ratios):
-        errors = np.abs(np.exp(-ratios) - 1)
-        half = np.exp(calibration.half_width()) - 1
-        figures = (f"{errors.mean():.1%}", f"{errors.max():.1%}", f"±{half:.1%}")
-    else:
-        figures = (_NOT_HELD_OUT, _NOT_HELD_OUT, "unknown: one model, one number of devices")
-    return (
-        calibration.name,
-        f"{len(calibration.rows)}",
-        f"{constants['matmul_share']:.0%}",
-        "as matmuls" if attention is None else f"{attention:.0%}",
-        f"{constants['memory_share']:.0%}",
-        *figures,
-    )
+    return f"{summarize(np.abs(np.exp(-ratios) - 1)):.1%}" if len(ratios) else "-"
+
+
+def _calibrated_interval(calibration: FrameworkCalibration) -> str:
+    if not calibration.residuals:
+        return "unknown: one model, one number of devices"
+    return f"±{np.exp(calibration.half_width()) - 1:.1%}"
 
 
 def instants_text(instants: Mapping[str, MemoryParts]) -> str:

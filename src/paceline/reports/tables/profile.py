@@ -1,6 +1,6 @@
 """Tables of traced steps: time by kind of work and operator, FLOPs, and memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import UsageError
 from paceline.core.units import format_binary_bytes, format_decimal
@@ -34,19 +34,16 @@ def work_table(records: Sequence[Record], subject: str) -> Table:
 
 def operator_table(records: Sequence[Record], subject: str, range_name: str) -> Table:
     """Returns the longest operators of one range."""
-    return Table(
-        headers=("operator", "work", "calls", "own time (ms)", "share"),
-        rows=tuple(
-            (
-                str(record.case["operator"]),
-                str(record.case["work"]),
-                f"{record.metrics['num_calls'].value:.4g}",
-                f"{record.metrics['own_time_s'].value * 1e3:.1f}",
-                f"{record.metrics['share'].value:.1%}",
-            )
-            for record in _operators(records, subject, only_kinds=False)
-            if record.case["range"] == range_name
-        ),
+    found = _operators(records, subject, only_kinds=False)
+    return Table.of(
+        [record for record in found if record.case["range"] == range_name],
+        {
+            "operator": lambda record: record.case["operator"],
+            "work": lambda record: record.case["work"],
+            "calls": lambda record: f"{record.metrics['num_calls'].value:.4g}",
+            "own time (ms)": lambda record: f"{record.metrics['own_time_s'].value * 1e3:.1f}",
+            "share": lambda record: f"{record.metrics['share'].value:.1%}",
+        },
         caption=f"{subject}; {range_name} of one step",
     )
 
@@ -93,28 +90,22 @@ def flops_table(records: Sequence[Record]) -> Table:
 
 def memory_table(records: Sequence[Record]) -> Table:
     """Returns the peak memory of each step by category, and the lower bound from the formulas."""
-    categories = ("parameters", "optimizer_state", "gradients", "activations", "temporary")
-    rows = []
     measured = [record for record in records if record.kind == "memory_timeline"]
-    for record in with_predictions(measured, records):
-        values = {name: metric.value for name, metric in record.metrics.items()}
-        rows.append(
-            (
-                *(str(record.case[field]) for field in ("phase", "context", "precision")),
-                format_binary_bytes(values["peak_bytes"]),
-                *(format_binary_bytes(values[f"{name}_at_peak_bytes"]) for name in categories),
-                format_binary_bytes(values["predicted_peak_bytes"]),
-            )
-        )
-    return Table(
-        headers=(
-            *("phase", "context", "precision", "peak"),
-            *(name.replace("_", " ") for name in categories),
-            "lower bound",
-        ),
-        rows=tuple(rows),
-        caption="memory of one step at its peak",
-    )
+    columns: dict[str, Callable[[Record], object]] = {
+        "phase": lambda record: record.case["phase"],
+        "context": lambda record: record.case["context"],
+        "precision": lambda record: record.case["precision"],
+        "peak": _size("peak_bytes"),
+    }
+    for name in ("parameters", "optimizer_state", "gradients", "activations", "temporary"):
+        columns[name.replace("_", " ")] = _size(f"{name}_at_peak_bytes")
+    columns["lower bound"] = _size("predicted_peak_bytes")
+    rows = with_predictions(measured, records)
+    return Table.of(rows, columns, caption="memory of one step at its peak")
+
+
+def _size(metric: str) -> Callable[[Record], str]:
+    return lambda record: format_binary_bytes(record.metrics[metric].value)
 
 
 def _operators(records: Sequence[Record], subject: str, *, only_kinds: bool) -> list[Record]:

@@ -1,37 +1,31 @@
 """Tables of goodput by recovery policy and measure, of a replayed run, and of injected faults."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import UsageError
 from paceline.records import CaseValue, Record
 from paceline.reports.tables.table import Table
 
-_DOWN = ("detection_share", "replacement_share", "restart_share", "load_share")
-
 
 def goodput_table(records: Sequence[Record]) -> Table:
     """Returns a row per recovery policy: its goodput, and a breakdown of the lost time."""
-    sizes = {record.case["devices"] for record in records}
-    several = len(sizes) > 1
-    return Table(
-        headers=(
-            *(("devices",) if several else ()),
-            *("recovery", "saves to", "spares", "goodput", "formula"),
-            *("saving", "redone", "down", "absent"),
-        ),
-        rows=tuple(
-            (
-                *((f"{record.case['devices']:,}",) if several else ()),
-                *(str(record.case[field]) for field in ("recovery", "checkpoint", "spare_hosts")),
-                _with_error(record),
-                _percent(record, "formula_goodput"),
-                *(_percent(record, name) for name in ("stall_share", "lost_share")),
-                f"{sum(record.metrics[name].value for name in _DOWN):.1%}",
-                _percent(record, "absent_share"),
-            )
-            for record in records
-        ),
+    several = len({record.case["devices"] for record in records}) > 1
+    columns: dict[str, Callable[[Record], object]] = {
+        "recovery": lambda record: record.case["recovery"],
+        "saves to": lambda record: record.case["checkpoint"],
+        "spares": lambda record: record.case["spare_hosts"],
+        "goodput": _with_error,
+        "formula": _percent("formula_goodput"),
+        "saving": _percent("stall_share"),
+        "redone": _percent("lost_share"),
+        "down": _percent("detection_share", "replacement_share", "restart_share", "load_share"),
+        "absent": _percent("absent_share"),
+    }
+    devices = {"devices": lambda record: f"{record.case['devices']:,}"} if several else {}
+    return Table.of(
+        records,
+        {**devices, **columns},
         caption=(
             ("" if several else f"{records[0].case['devices']:,} devices: ")
             + "share of the devices held, spare hosts included, that trains the model, simulated "
@@ -48,14 +42,13 @@ def gains_table(records: Sequence[Record], notes: tuple[str, ...] = ()) -> Table
         choice = (case["recovery"], case["checkpoint"], bool(case["spare_hosts"]))
         reached = by_devices.setdefault(case["devices"], {})
         reached[choice] = record.metrics["goodput"].value
-    rows = [
-        (f"{devices:,}", *_gains(reached))
-        for devices, reached in by_devices.items()
-        if ("replicas", "disk", False) in reached
-    ]
+    measured = ("replicas", "disk", False)
+    gains = {
+        devices: _gains(reached) for devices, reached in by_devices.items() if measured in reached
+    }
     return Table(
         headers=("devices", "bare", "spares", "memory", "S3", "replicas", "replicas + spares"),
-        rows=tuple(rows),
+        rows=tuple((f"{devices:,}", *points) for devices, points in gains.items()),
         notes=notes,
         caption=(
             "Goodput of restarts from disk without spares (bare), and the points that are added: "
@@ -90,17 +83,16 @@ def replay_table(records: Sequence[Record], published: float) -> Table:
     """Returns a row per assumption about a published run, with the error in percentage points."""
     if not records:
         raise UsageError("nothing was replayed")
-    return Table(
-        headers=("assumption", "effective time", "formula", "points off"),
-        rows=tuple(
-            (
-                str(record.case["assumption"]),
-                _with_error(record),
-                _percent(record, "formula_goodput"),
-                f"{100 * (record.metrics['goodput'].value - published):+.1f}",
-            )
-            for record in records
-        ),
+    return Table.of(
+        records,
+        {
+            "assumption": lambda record: record.case["assumption"],
+            "effective time": _with_error,
+            "formula": _percent("formula_goodput"),
+            "points off": lambda record: (
+                f"{100 * (record.metrics['goodput'].value - published):+.1f}"
+            ),
+        },
         caption=(
             f"{records[0].case['run']}: published rates of interruptions, published effective "
             f"time more than {published:.0%}; what was not published is assumed and varied"
@@ -114,8 +106,8 @@ def _with_error(record: Record) -> str:
     return f"{metric.value:.1%} ± {100 * error:.1f}"
 
 
-def _percent(record: Record, metric: str) -> str:
-    return f"{record.metrics[metric].value:.1%}"
+def _percent(*metrics: str) -> Callable[[Record], str]:
+    return lambda record: f"{sum(record.metrics[name].value for name in metrics):.1%}"
 
 
 _RECOVERY = "recovery_time_s"
@@ -123,13 +115,24 @@ _RECOVERY = "recovery_time_s"
 
 def chaos_table(faults: Sequence[Record]) -> Table:
     """Returns a row per kind of fault, and one for all faults."""
-    by_kind: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in faults:
-        by_kind.setdefault(str(record.case["fault"]), []).append(record)
-    rows = [(kind, *_counts(group)) for kind, group in by_kind.items()]
-    return Table(
-        headers=("fault", "tried", "survived", "lost", "recovery, median (s)", "worst (s)"),
-        rows=(*rows, ("all", *_counts(faults))),
+        groups.setdefault(str(record.case["fault"]), []).append(record)
+
+    def recovery(group: Sequence[Record], summarize: Callable[[list[float]], float]) -> str:
+        times = [each.metrics[_RECOVERY].value for each in group if _RECOVERY in each.metrics]
+        return f"{summarize(times):.1f}" if times else "-"
+
+    return Table.of(
+        [*groups.items(), ("all", faults)],
+        {
+            "fault": lambda item: item[0],
+            "tried": lambda item: len(item[1]),
+            "survived": lambda item: sum(record.outcome == "ok" for record in item[1]),
+            "lost": lambda item: sum(record.outcome != "ok" for record in item[1]),
+            "recovery, median (s)": lambda item: recovery(item[1], statistics.median),
+            "worst (s)": lambda item: recovery(item[1], max),
+        },
         caption="Survived: the run made another step; recovery is from the end of the fault to it",
         notes=tuple(
             f"{record.case['fault']} {record.case['number']}, {record.case['target']}: "
@@ -137,16 +140,4 @@ def chaos_table(faults: Sequence[Record]) -> Table:
             for record in faults
             if record.reason is not None
         ),
-    )
-
-
-def _counts(group: Sequence[Record]) -> tuple[str, ...]:
-    lost = sum(record.outcome != "ok" for record in group)
-    times = [record.metrics[_RECOVERY].value for record in group if _RECOVERY in record.metrics]
-    return (
-        str(len(group)),
-        str(len(group) - lost),
-        str(lost),
-        f"{statistics.median(times):.1f}" if times else "-",
-        f"{max(times):.1f}" if times else "-",
     )

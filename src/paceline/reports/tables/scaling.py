@@ -16,24 +16,19 @@ def methods_table(
 ) -> Table:
     """Returns a row per budget and method with its answer."""
     exponents = {method.method: method.exponent for method in fit.methods}
-    rows = tuple(
-        (
-            f"{decision.compute:.3g}",
-            answer.method,
-            f"{exponents[answer.method]:.4f}",
-            with_interval(answer.parameters, "{:.3g}".format),
-            with_interval(answer.tokens, "{:.3g}".format),
-            with_interval(answer.loss, "{:.4f}".format),
-            f"{answer.tokens.value / answer.parameters.value:.3g}",
-        )
-        for decision in decisions
-        for answer in decision.answers
-    )
     sweep = fit.sweep
     farthest = max(decision.extrapolation for decision in decisions)
-    return Table(
-        headers=("FLOPs", "method", "N ~ C^", "parameters", "tokens", "loss", "tokens/N"),
-        rows=rows,
+    return Table.of(
+        [(decision, answer) for decision in decisions for answer in decision.answers],
+        {
+            "FLOPs": lambda each: f"{each[0].compute:.3g}",
+            "method": lambda each: each[1].method,
+            "N ~ C^": lambda each: f"{exponents[each[1].method]:.4f}",
+            "parameters": lambda each: with_interval(each[1].parameters, "{:.3g}".format),
+            "tokens": lambda each: with_interval(each[1].tokens, "{:.3g}".format),
+            "loss": lambda each: with_interval(each[1].loss, "{:.4f}".format),
+            "tokens/N": lambda each: f"{each[1].tokens.value / each[1].parameters.value:.3g}",
+        },
         caption=f"{len(sweep)} runs, {len(sweep.budgets)} budgets up to {sweep.compute.max():.3g} "
         f"FLOPs, extrapolated {farthest:.3g} times; {level:.0%} intervals",
         notes=(
@@ -51,12 +46,14 @@ def methods_table(
 
 def waste_table(decision: Decision) -> Table:
     """Returns the share of one budget that models of other sizes would waste."""
-    return Table(
-        headers=("parameters", "that is", "FLOPs wasted", "loss"),
-        rows=tuple(
-            (f"{waste.parameters:.3g}", waste.reason, f"{waste.wasted:.2%}", f"{waste.loss:.4f}")
-            for waste in decision.waste
-        ),
+    return Table.of(
+        decision.waste,
+        {
+            "parameters": lambda waste: f"{waste.parameters:.3g}",
+            "that is": lambda waste: waste.reason,
+            "FLOPs wasted": lambda waste: f"{waste.wasted:.2%}",
+            "loss": lambda waste: f"{waste.loss:.4f}",
+        },
         caption=f"what being wrong costs at {decision.compute:.3g} FLOPs, by {decision.method}",
     )
 

@@ -9,7 +9,8 @@ import csv
 import dataclasses
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -29,6 +30,7 @@ from paceline.reports.fields import (
 )
 from paceline.reports.tables.columns import COLUMNS, UNSTEADY, Column, View
 
+_Item = TypeVar("_Item")
 NOT_APPLICABLE = "n/a"
 _LONGEST_FIGURE = 24
 """Maximum length of a figure with its interval; longer cells are prose and may wrap."""
@@ -144,6 +146,23 @@ class Table:
     caption: str
     notes: tuple[str, ...] = ()
     """Reasons for missing numbers, and warnings about unreliable ones."""
+
+    @classmethod
+    def of(
+        cls,
+        items: Iterable[_Item],
+        columns: Mapping[str, Callable[[_Item], object]],
+        *,
+        caption: str,
+        notes: Sequence[str] = (),
+    ) -> "Table":
+        """Returns a table with a row per item; a column is a header and the cell of an item."""
+        return cls(
+            headers=tuple(columns),
+            rows=tuple(tuple(str(cell(item)) for cell in columns.values()) for item in items),
+            caption=caption,
+            notes=tuple(notes),
+        )
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions

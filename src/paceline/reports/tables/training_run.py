@@ -40,13 +40,14 @@ def outcome_table(run: TrainingRun) -> Table:
     if (step := expected.step_time) is not None:
         predicted["step_time_s"] = with_interval(step, format_seconds)
         predicted["tokens_per_s"] = f"{expected.tokens_per_s(step.value):,.0f}"
-    return Table(
-        headers=("", "measured", "predicted"),
-        rows=tuple(
-            (label, with_interval(metrics[name], write), predicted.get(name, ""))
-            for name, (label, write) in written.items()
-            if name in metrics
-        ),
+    shown = [(name, *label_and_format) for name, label_and_format in written.items()]
+    return Table.of(
+        [each for each in shown if each[0] in metrics],
+        {
+            "": lambda each: each[1],
+            "measured": lambda each: with_interval(metrics[each[0]], each[2]),
+            "predicted": lambda each: predicted.get(each[0], ""),
+        },
         caption="Measured and predicted",
     )
 
@@ -61,12 +62,13 @@ def phases_table(run: TrainingRun) -> Table:
         "evaluation_s": "evaluation",
         "checkpoint_s": "checkpoint: training stopped for it",
     }
-    return Table(
-        headers=("phase", "time", "share"),
-        rows=tuple(
-            (names[field], format_duration(seconds), f"{seconds / times.total_s:.1%}")
-            for field, seconds in dataclasses.asdict(times).items()
-        ),
+    return Table.of(
+        dataclasses.asdict(times).items(),
+        {
+            "phase": lambda item: names[item[0]],
+            "time": lambda item: format_duration(item[1]),
+            "share": lambda item: f"{item[1] / times.total_s:.1%}",
+        },
         caption="Time by phase, without the steps that were lost when the run was killed",
         notes=(
             "Exposed communication is extrapolated from the steps that were sampled, one in "
@@ -77,24 +79,28 @@ def phases_table(run: TrainingRun) -> Table:
 
 def evaluations_table(run: TrainingRun) -> Table:
     """Returns the newest evaluations."""
-    return Table(
-        headers=("step", "held-out loss", "bits per byte", "time"),
-        rows=tuple(
-            (f"{row.step:,}", f"{row.loss:.4f}", f"{row.bits_per_byte:.4f}", _seconds(row.time_s))
-            for row in run.evaluations[-_MOST_ROWS:]
-        ),
+    return Table.of(
+        run.evaluations[-_MOST_ROWS:],
+        {
+            "step": lambda row: f"{row.step:,}",
+            "held-out loss": lambda row: f"{row.loss:.4f}",
+            "bits per byte": lambda row: f"{row.bits_per_byte:.4f}",
+            "time": lambda row: _seconds(row.time_s),
+        },
         caption=_caption("Evaluations", len(run.evaluations)),
     )
 
 
 def events_table(run: TrainingRun) -> Table:
     """Returns the newest events."""
-    return Table(
-        headers=("step", "event", "message", "training stood still"),
-        rows=tuple(
-            (f"{row.step:,}", row.name, row.message, _seconds(row.time_s))
-            for row in run.events[-_MOST_ROWS:]
-        ),
+    return Table.of(
+        run.events[-_MOST_ROWS:],
+        {
+            "step": lambda row: f"{row.step:,}",
+            "event": lambda row: row.name,
+            "message": lambda row: row.message,
+            "training stood still": lambda row: _seconds(row.time_s),
+        },
         caption=_caption("Events", len(run.events)),
     )
 
@@ -109,19 +115,16 @@ def _caption(what: str, number: int) -> str:
 
 def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:
     """Returns a row per checkpoint: size, files, tensors, ranks that saved it, completeness."""
-    return Table(
-        headers=("step", "size", "files", "tensors", "ranks", "state"),
-        rows=tuple(
-            (
-                f"{summary.step:,}",
-                format_binary_bytes(summary.num_bytes),
-                f"{summary.num_files:,}",
-                f"{summary.num_tensors:,}",
-                f"{summary.world_size:,}",
-                summary.problem or "complete",
-            )
-            for summary in found
-        ),
+    return Table.of(
+        found,
+        {
+            "step": lambda summary: f"{summary.step:,}",
+            "size": lambda summary: format_binary_bytes(summary.num_bytes),
+            "files": lambda summary: f"{summary.num_files:,}",
+            "tensors": lambda summary: f"{summary.num_tensors:,}",
+            "ranks": lambda summary: f"{summary.world_size:,}",
+            "state": lambda summary: summary.problem or "complete",
+        },
         caption=f"{place}: {len(found):,} checkpoints",
     )
 
@@ -129,18 +132,18 @@ def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:
 def splits_table(manifest: DatasetManifest, place: str) -> Table:
     """Returns a row per split: shards, documents, tokens, size."""
     vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
-    return Table(
-        headers=("split", "shards", "documents", "tokens", "size"),
-        rows=tuple(
-            (
-                name,
-                f"{manifest.num_shards(name):,}",
-                f"{split.num_documents:,}",
-                f"{split.num_tokens:,}",
-                format_binary_bytes(split.num_tokens * manifest.token_bytes),
-            )
-            for name, split in manifest.splits.items()
-        ),
+    splits = manifest.splits
+    return Table.of(
+        splits,
+        {
+            "split": lambda name: name,
+            "shards": lambda name: f"{manifest.num_shards(name):,}",
+            "documents": lambda name: f"{splits[name].num_documents:,}",
+            "tokens": lambda name: f"{splits[name].num_tokens:,}",
+            "size": lambda name: format_binary_bytes(
+                splits[name].num_tokens * manifest.token_bytes
+            ),
+        },
         caption=(
             f"{place}: {len(manifest.sources):,} files, {vocabulary}, "
             f"{manifest.source_bytes_per_token:.2f} bytes per token, "
@@ -151,16 +154,13 @@ def splits_table(manifest: DatasetManifest, place: str) -> Table:
 
 def dropped_table(manifest: DatasetManifest) -> Table:
     """Returns a row per reason for dropping documents."""
-    return Table(
-        headers=("left out", "documents", "size", "for example"),
-        rows=tuple(
-            (
-                reason,
-                f"{dropped.num_documents:,}",
-                format_binary_bytes(dropped.num_bytes),
-                dropped.examples[0] if dropped.examples else "",
-            )
-            for reason, dropped in manifest.dropped.items()
-        ),
+    return Table.of(
+        manifest.dropped.items(),
+        {
+            "left out": lambda item: item[0],
+            "documents": lambda item: f"{item[1].num_documents:,}",
+            "size": lambda item: format_binary_bytes(item[1].num_bytes),
+            "for example": lambda item: item[1].examples[0] if item[1].examples else "",
+        },
         caption="Documents that were left out",
     )

@@ -1,5 +1,7 @@
 import csv
 import io
+import itertools
+import pathlib
 import re
 from typing import Any
 
@@ -7,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from paceline.core import UsageError
@@ -23,6 +26,14 @@ def rows_by_header(table: Table) -> list[dict[str, str]]:
 
 def with_metrics(record: Record, **metrics: Metric) -> Record:
     return msgspec.structs.replace(record, metrics={**record.metrics, **metrics})
+
+
+def test_a_column_is_a_header_and_the_cell_of_an_item() -> None:
+    columns = {"number": lambda item: item, "half": lambda item: f"{item / 2:.1f}"}
+    table = Table.of([1, 2], columns, caption="two", notes=["a note"])
+    rows = (("1", "0.5"), ("2", "1.0"))
+    assert table == Table(headers=("number", "half"), rows=rows, caption="two", notes=("a note",))
+    assert Table.of([], columns, caption="none").headers == ("number", "half")
 
 
 def test_what_varies_is_a_column_and_the_rest_the_caption() -> None:
@@ -202,3 +213,49 @@ def test_columns_show_their_metrics_in_their_units(case: str) -> None:
     record = make_record(kind, {name: float(number) for name, number in numbers.items()}, **fields)
     cells = rows_by_header(records_table([record]))[0].items()
     assert ", ".join(f"{header} {cell}" for header, cell in cells) == shown
+
+
+GENERATED = pathlib.Path(__file__).parents[4] / "docs" / "generated"
+_LONGEST_WORD = 30
+"""Longer words are addresses and paths, which a terminal may break."""
+
+
+def _tables(path: pathlib.Path) -> list[Table]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    groups = itertools.groupby(lines, lambda line: line.startswith("|"))
+    tables = []
+    for is_table, group in groups:
+        if is_table:
+            headers, _rule, *rows = ([cell.strip() for cell in _cells(line)] for line in group)
+            cells = tuple(tuple(row) for row in rows)
+            tables.append(Table(headers=tuple(headers), rows=cells, caption=path.stem))
+    return tables
+
+
+def _cells(line: str) -> list[str]:
+    return re.split(r"(?<!\\)\|", line.strip())[1:-1]
+
+
+def _rendered(table: Table, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "path",
+    # The courses' page is prose, and no command prints its tables.
+    [path for path in sorted(GENERATED.glob("*.md")) if _tables(path) and path.stem != "course"],
+    ids=lambda path: path.stem,
+)
+def test_a_table_of_the_manual_fits(path: pathlib.Path, width: int) -> None:
+    for table in _tables(path):
+        shown = _rendered(table, width)
+        assert max(map(cell_len, shown.splitlines())) <= width
+        words = {
+            word for row in (table.headers, *table.rows) for cell in row for word in cell.split()
+        }
+        found = set(shown.split())
+        assert {word for word in words if len(word) <= _LONGEST_WORD} <= found
