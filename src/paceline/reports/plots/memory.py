@@ -25,6 +25,7 @@ from paceline.reports.plots.style import (
     add_label,
     blank_figure,
     memory_unit,
+    stack_bars,
     subtitle,
 )
 
@@ -102,7 +103,24 @@ def plot_memory_plan(
     axes = figure.subplots()
     axes.set_title(title, fontsize="small", color=GRAY)
     highest = max(to_gibibytes(parts.total) for parts in instants.values())
-    _stack(axes, instants)
+    ends = stack_bars(
+        axes,
+        [name.replace("_", " ") for name in instants],
+        {
+            part.replace("_", " "): [
+                to_gibibytes(getattr(parts, part)) for parts in instants.values()
+            ]
+            for part in _PLANNED_PARTS
+        },
+        {part.replace("_", " "): MEMORY_STYLES[part] for part in _PLANNED_PARTS},
+        0.55,
+        is_vertical=True,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    for place, end in enumerate(ends):
+        total = format_gibibytes(end, 2)
+        add_label(axes, total, (place, end), (0, 3), ha="center", fontsize="small")
     if device is not None:
         capacity = to_gibibytes(device.memory_bytes.value)
         highest = max(highest, capacity)
@@ -118,30 +136,6 @@ def plot_memory_plan(
         handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize="small"
     )
     return figure
-
-
-def _stack(axes: Axes, instants: Mapping[str, MemoryParts]) -> None:
-    names = [name.replace("_", " ") for name in instants]
-    floors = [0.0] * len(names)
-    for part in _PLANNED_PARTS:
-        color, hatch = MEMORY_STYLES[part]
-        heights = [to_gibibytes(getattr(parts, part)) for parts in instants.values()]
-        axes.bar(
-            names,
-            heights,
-            bottom=floors,
-            width=0.55,
-            color=color,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.5,
-            label=part.replace("_", " "),
-        )
-        floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
-    for position, parts in enumerate(instants.values()):
-        total = format_gibibytes(to_gibibytes(parts.total), 2)
-        top = (position, floors[position])
-        add_label(axes, total, top, (0, 3), ha="center", fontsize="small")
 
 
 _MEASURED_PARTS = ("parameters", "optimizer_state", "gradients", "buffers", "activations")

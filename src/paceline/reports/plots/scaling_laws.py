@@ -246,14 +246,7 @@ def plot_errors(entries: Sequence[HistoryEntry]) -> Figure:
         color = _PREDICTED if entry.is_inside is not False else COLORS[3]
         spread = [[value - low], [high - value]]
         axes.errorbar([value], [place], xerr=spread, fmt="s", color=color, capsize=5)
-        axes.annotate(
-            f"{value:+.1f}%",
-            (value, place),
-            (0, 7),
-            textcoords="offset points",
-            ha="center",
-            fontsize="small",
-        )
+        add_label(axes, f"{value:+.1f}%", (value, place), (0, 7), ha="center", fontsize="small")
     axes.axvline(0, color=_MEASURED, label="measured")
     axes.set_yticks(range(len(shown)), [WRITTEN[each.quantity][0] for each in shown])
     axes.set_ylim(len(shown) - 0.4, -0.8)

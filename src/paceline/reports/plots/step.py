@@ -14,6 +14,7 @@ from paceline.reports.plots.style import (
     add_label,
     blank_figure,
     new_figure,
+    stack_bars,
 )
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -87,7 +88,6 @@ def plot_warmup(records: Sequence[Record]) -> Figure:
     return figure
 
 
-_TRACED_PHASES = ("forward", "backward", "optimizer")
 _REST = "the rest"
 _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "")
 """Distinguish kinds of work in greyscale."""
@@ -95,31 +95,19 @@ _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "")
 
 def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
     """Draws a bar per phase of one step, divided by kind of work."""
-    phases = [
-        phase for phase in _TRACED_PHASES if any(each.case["range"] == phase for each in kinds)
-    ]
+    phases = [phase for phase in _PHASES if any(each.case["range"] == phase for each in kinds)]
     figure = blank_figure("Time of one step by kind of work", (8.0, 1.8 + 0.6 * len(phases)))
     axes = figure.subplots()
     # A dollar sign in a name must not start a formula.
     axes.set_title(subject, fontsize="x-small", color=GRAY, parse_math=False)
-    ends = dict.fromkeys(phases, 0.0)
-    for index, (name, by_phase) in enumerate(_stack(kinds, phases).items()):
-        axes.barh(
-            phases,
-            [by_phase[phase] * 1e3 for phase in phases],
-            left=[ends[phase] * 1e3 for phase in phases],
-            height=0.65,
-            color=COLORS[index],
-            hatch=_HATCHES[index],
-            edgecolor="white",
-            linewidth=0.5,
-            label=name,
-        )
-        for phase in phases:
-            ends[phase] += by_phase[phase]
-    for place, phase in enumerate(phases):
-        end = (ends[phase] * 1e3, place)
-        add_label(axes, format_seconds(ends[phase]), end, (4, 0), va="center")
+    milliseconds = {
+        name: [by_phase[phase] * 1e3 for phase in phases]
+        for name, by_phase in _stack(kinds, phases).items()
+    }
+    styles = dict(zip(milliseconds, zip(COLORS, _HATCHES, strict=True), strict=False))
+    edges = {"edgecolor": "white", "linewidth": 0.5}
+    for place, end in enumerate(stack_bars(axes, phases, milliseconds, styles, 0.65, **edges)):
+        add_label(axes, format_seconds(end / 1e3), (end, place), (4, 0), va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)

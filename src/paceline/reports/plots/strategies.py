@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from paceline.accounting.overlap import simulate_buckets
 from paceline.core.units import GB, MIB
@@ -13,7 +12,15 @@ from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.records.links import find_link, is_loopback
 from paceline.reports.fields import case_number, split_fields, split_series, strategy_case
-from paceline.reports.plots.style import COLORS, GRAY, PHASE_COLORS, blank_figure, new_figure
+from paceline.reports.plots.style import (
+    COLORS,
+    GRAY,
+    PHASE_COLORS,
+    blank_figure,
+    new_figure,
+    set_log_axis,
+    stack_bars,
+)
 from paceline.reports.record_sets import EXPOSED
 
 _SAMPLES_WITH_QUARTILES = 4
@@ -26,14 +33,14 @@ def plot_strategies(records: Sequence[Record]) -> Figure:
     _shared, varying = split_fields(chosen)
     figure.set_figheight(1.8 + 0.32 * len(chosen))
     places = range(len(chosen))
-    left = [0.0] * len(chosen)
-    for name, color in PHASE_COLORS.items():
+    widths = {}
+    for name in PHASE_COLORS:
         metric = EXPOSED if name == "exposed communication" else f"{name}_time_s"
         # Strategies that all-gather parameters do not separate communication from backward.
         known = [record.metrics.get(metric) for record in chosen]
-        widths = [0.0 if value is None else value.value * 1e3 for value in known]
-        axes.barh(places, widths, left=left, color=color, label=name, height=0.7)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        widths[name] = [0.0 if value is None else value.value * 1e3 for value in known]
+    styles = {name: (color, "") for name, color in PHASE_COLORS.items()}
+    stack_bars(axes, places, widths, styles, 0.7)
     axes.set_yticks(places, [strategy_case(record, varying) for record in chosen])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -111,11 +118,7 @@ def plot_communication(records: Sequence[Record]) -> Figure:
 
     figure, axes = new_figure("Throughput of collectives", records)
     axes.set_xscale("log")
-    axes.set_yscale("log")
-    # Plain tick labels, even if all bandwidths lie within one decade.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    set_log_axis(axes, "y")
     has_line_rate = False
     for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
         color = COLORS[index % len(COLORS)]

@@ -6,12 +6,13 @@ its page. Files are reproducible: the same records give the same bytes.
 
 import pathlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from paceline.core.units import GIB, MIB
 from paceline.records import Record
@@ -67,6 +68,49 @@ def add_label(
 ) -> None:
     """Adds a label to a point, at an offset in typographic points."""
     axes.annotate(text, point, offset, textcoords="offset points", **style)
+
+
+def set_log_axis(axes: Axes, which: Literal["x", "y"], tick_format: str = "{x:g}") -> None:
+    """Makes an axis logarithmic, with plain tick labels at 1, 2 and 5 even within one decade."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(tick_format)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def set_lanes(axes: Axes, labels: Sequence[str], title: str, fontsize: str) -> None:
+    """Labels the lanes of a timeline, which lie at 0, -1, -2 and so on, below a title."""
+    axes.set_yticks([-lane for lane in range(len(labels))], labels, fontsize=fontsize)
+    axes.set_title(title, fontsize="small", loc="left")
+    add_grid(axes, "x")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def stack_bars(
+    axes: Axes,
+    places: Sequence[Any],
+    sizes: Mapping[str, Sequence[float]],
+    styles: Mapping[str, tuple[str, str]],
+    thickness: float,
+    *,
+    is_vertical: bool = False,
+    **style: Any,
+) -> list[float]:
+    """Draws a bar per place, divided into parts of these sizes, and returns where the bars end.
+
+    Each part has a colour and a hatch, and its name is its label.
+    """
+    ends = [0.0] * len(places)
+    for name, parts in sizes.items():
+        style |= {"color": styles[name][0], "hatch": styles[name][1], "label": name}
+        if is_vertical:
+            axes.bar(places, parts, thickness, ends, **style)
+        else:
+            axes.barh(places, parts, thickness, ends, **style)
+        ends = [end + part for end, part in zip(ends, parts, strict=True)]
+    return ends
 
 
 def new_figure(title: str, records: Sequence[Record]) -> tuple[Figure, Axes]:

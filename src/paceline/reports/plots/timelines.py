@@ -19,14 +19,14 @@ from matplotlib.patches import Patch
 from paceline.records import Record
 from paceline.records.kinds import PREDICTION
 from paceline.reports.fields import strategy_text
-from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, subtitle
+from paceline.reports.plots.style import COLORS, GRAY, blank_figure, set_lanes, subtitle
 
 _PHASES = {"forward": "#e4e9f0", "backward": "#b9c6d8", "optimizer": "#8fa3bd"}
 _MESSAGE_COLORS = COLORS[:4]
 _MAX_RANKS = 4
 _LANE_INCHES = 0.32
 _SMALLEST_LABEL = 0.012
-"""Messages below this share of the axis are too narrow for a label."""
+"""Messages and pieces of work below this share of the axis are too narrow for a label."""
 _SHORTEST_WORK = 0.01
 """Compute spans below this share of a step lie between messages and compute no gradients."""
 
@@ -44,14 +44,10 @@ def plot_timelines(records: Sequence[Record]) -> Figure:
     num_lanes = [2 * len(group) + (name in predicted) for name, group in groups.items()]
     height = _LANE_INCHES * sum(num_lanes) + 0.75 * len(groups) + 1.2
     figure = blank_figure("Where a training step goes, by strategy", (9.0, height))
-    panels = figure.subplots(
-        len(groups), sharex=True, squeeze=False, gridspec_kw={"height_ratios": num_lanes}
-    )[:, 0]
+    panels = _panels(figure, num_lanes)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         _draw_strategy(axes, name, group, predicted.get(name), end_ms)
-    style = {"fontsize": "x-small", "color": GRAY}
-    above = panels[0].transAxes
-    panels[0].text(0.0, 1.25, subtitle(measured), style, transform=above, va="bottom")
+    _add_subtitle(panels[0], measured, 1.25)
     panels[-1].set_xlabel("time from the start of the step (ms)")
     figure.legend(
         handles=[
@@ -65,6 +61,17 @@ def plot_timelines(records: Sequence[Record]) -> Figure:
         frameon=False,
     )
     return figure
+
+
+def _panels(figure: Figure, num_lanes: Sequence[int]) -> list[Axes]:
+    ratios = {"height_ratios": num_lanes}
+    grid = figure.subplots(len(num_lanes), sharex=True, squeeze=False, gridspec_kw=ratios)
+    return list(grid[:, 0])
+
+
+def _add_subtitle(axes: Axes, records: Sequence[Record], height: float) -> None:
+    style = {"fontsize": "x-small", "color": GRAY}
+    axes.text(0.0, height, subtitle(records), style, transform=axes.transAxes, va="bottom")
 
 
 def _draw_strategy(
@@ -81,13 +88,9 @@ def _draw_strategy(
         _draw_messages(axes, -len(labels), prediction, end_ms, predicted=True)
         labels.append("predicted")
     _mark_exposed(axes, group[0], -len(labels) + 0.38)
-    axes.set_yticks([-lane for lane in range(len(labels))], labels, fontsize="x-small")
-    axes.set_ylim(-len(labels) + 0.5 - 0.75, 0.6)
     step_ms = 1e3 * group[0].metrics["drawn_step_s"].value
-    axes.set_title(f"{name}: a step of {step_ms:.0f} ms", fontsize="small", loc="left")
-    add_grid(axes, "x")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    set_lanes(axes, labels, f"{name}: a step of {step_ms:.0f} ms", "x-small")
+    axes.set_ylim(-len(labels) + 0.5 - 0.75, 0.6)
 
 
 def _draw_compute(axes: Axes, lane: int, record: Record) -> None:
@@ -160,8 +163,6 @@ _PIPELINE_PHASES = {
 }
 _NAMES = {"weights": "gradients of weights"}
 _STAGE_INCHES = 0.42
-_SMALLEST_STAGE_LABEL = 0.012
-"""Pieces below this share of the axis are too narrow for a label."""
 
 
 def plot_pipelines(records: Sequence[Record]) -> Figure:
@@ -171,15 +172,11 @@ def plot_pipelines(records: Sequence[Record]) -> Figure:
     lanes = [len(_ranks(record)) for record in measured]
     height = _STAGE_INCHES * sum(lanes) + 0.8 * len(measured) + 1.3
     figure = blank_figure("What the stages of a pipeline do", (9.0, height))
-    panels = figure.subplots(
-        len(measured), sharex=True, squeeze=False, gridspec_kw={"height_ratios": lanes}
-    )[:, 0]
+    panels = _panels(figure, lanes)
     end_ms = max(1e3 * _end_s(record) for record in measured)
     for axes, record in zip(panels, measured, strict=True):
         _draw_layout(axes, record, predicted.get(record.case["layout"]), end_ms)
-    style = {"fontsize": "x-small", "color": GRAY}
-    above = panels[0].transAxes
-    panels[0].text(0.0, 1.35, subtitle(measured), style, transform=above, va="bottom")
+    _add_subtitle(panels[0], measured, 1.35)
     darker = "; darker: a later stage of the rank" if any(map(_is_interleaved, measured)) else ""
     panels[-1].set_xlabel(f"time from the first forward (ms){darker}")
     drawn = [
@@ -204,10 +201,6 @@ def _draw_layout(axes: Axes, record: Record, prediction: Record | None, end_ms: 
     ranks = _ranks(record)
     for phase in _PIPELINE_PHASES:
         _draw_phase(axes, record, phase, {rank: -lane for lane, rank in enumerate(ranks)}, end_ms)
-    axes.set_yticks(
-        [-lane for lane in range(len(ranks))], [f"rank {rank}" for rank in ranks], fontsize="small"
-    )
-    axes.set_ylim(0.5 - len(ranks), 0.5)
     metrics = record.metrics
     expected = (
         "" if prediction is None else f" (predicted {prediction.metrics['bubble'].value:.1%})"
@@ -218,10 +211,8 @@ def _draw_layout(axes: Axes, record: Record, prediction: Record | None, end_ms: 
         f"measured bubble = order {metrics['order_bubble'].value:.1%} + messages "
         f"{metrics['messages'].value:.1%}"
     )
-    axes.set_title(title, fontsize="small", loc="left")
-    add_grid(axes, "x")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    set_lanes(axes, [f"rank {rank}" for rank in ranks], title, "small")
+    axes.set_ylim(0.5 - len(ranks), 0.5)
 
 
 def _draw_phase(
@@ -241,15 +232,9 @@ def _draw_phase(
         axes.broken_barh(
             [piece], (lane - 0.38, 0.76), facecolors=color, edgecolors="white", linewidth=0.5
         )
-        if numbers is not None and piece[1] > _SMALLEST_STAGE_LABEL * end_ms:
-            axes.text(
-                piece[0] + piece[1] / 2,
-                lane,
-                f"{numbers.samples[index]:.0f}",
-                fontsize=6,
-                ha="center",
-                va="center",
-            )
+        if numbers is not None and piece[1] > _SMALLEST_LABEL * end_ms:
+            number, middle = f"{numbers.samples[index]:.0f}", piece[0] + piece[1] / 2
+            axes.text(middle, lane, number, fontsize=6, ha="center", va="center")
 
 
 def _ranks(record: Record) -> list[int]:

@@ -9,25 +9,31 @@ from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
 from paceline.predict.history import HistoryEntry
 from paceline.records.schema import with_interval
-from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure, memory_unit
+from paceline.reports.plots.style import (
+    COLORS,
+    GRAY,
+    add_grid,
+    blank_figure,
+    memory_unit,
+    set_log_axis,
+)
 from paceline.reports.tables.predictions import between
 from paceline.reports.training_run import TrainingRun
 from paceline.training.metrics import phase_times, steady_steps
 
-MEASURED, PREDICTED, RESUMED = COLORS[0], COLORS[1], COLORS[3]
-Middle = Callable[[Sequence[float]], float]
+_MEASURED, _PREDICTED, _RESUMED = COLORS[0], COLORS[1], COLORS[3]
+_Middle = Callable[[Sequence[float]], float]
 """A function such as mean or median."""
 _MOST_POINTS = 600
 _SMOOTHED_PARTS = 50
 """A point of a smoothed line averages about 1 / `_SMOOTHED_PARTS` of the run."""
 
 
-def run_figure(title: str, run: TrainingRun) -> tuple[Figure, Axes]:
+def _run_figure(title: str, run: TrainingRun) -> tuple[Figure, Axes]:
     """Returns an empty figure with the run's name and tokens per step as subtitle."""
     figure = blank_figure(title, (8.0, 4.2))
     axes = figure.subplots()
@@ -37,28 +43,28 @@ def run_figure(title: str, run: TrainingRun) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def mark_resumptions(axes: Axes, run: TrainingRun, *, has_label: bool = True) -> None:
+def _mark_resumptions(axes: Axes, run: TrainingRun, *, has_label: bool = True) -> None:
     """Draws a vertical line at every resumption."""
     for number, step in enumerate(run.resumptions):
         label = "resumed" if has_label and number == 0 else None
-        axes.axvline(step, color=RESUMED, linestyle=":", linewidth=1.2, label=label)
+        axes.axvline(step, color=_RESUMED, linestyle=":", linewidth=1.2, label=label)
 
 
-def draw_held_out(axes: Axes, run: TrainingRun, label: str) -> None:
+def _draw_held_out(axes: Axes, run: TrainingRun, label: str) -> None:
     """Draws the held-out losses of the evaluations."""
     axes.plot(
         [row.step for row in run.evaluations],
         [row.loss for row in run.evaluations],
         "o-",
-        color=PREDICTED,
+        color=_PREDICTED,
         markersize=4,
         linewidth=0.8,
         label=label,
     )
 
 
-def thinned(
-    places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
+def _thinned(
+    places: Sequence[float], values: Sequence[float], middle: _Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:
     """Returns a line of at most `_MOST_POINTS` points, each the `middle` of consecutive values."""
     groups = min(len(values), _MOST_POINTS)
@@ -70,11 +76,11 @@ def thinned(
     )
 
 
-def smoothed(
-    places: Sequence[float], values: Sequence[float], middle: Middle = statistics.fmean
+def _smoothed(
+    places: Sequence[float], values: Sequence[float], middle: _Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:
     """Returns a thinned line, smoothed by the `middle` of a window of fixed length."""
-    thin_places, thin_values = thinned(places, values, middle)
+    thin_places, thin_values = _thinned(places, values, middle)
     reach = max(1, len(thin_values) // (2 * _SMOOTHED_PARTS))
     return thin_places, [
         middle(thin_values[max(0, place - reach) : place + reach + 1])
@@ -99,7 +105,7 @@ def plot_story(run: TrainingRun, step: HistoryEntry, subtitle: str) -> Figure:
     _draw_steps(left, run, step)
     _draw_loss(right, run)
     for axes in (left, right):
-        mark_resumptions(axes, run, has_label=False)
+        _mark_resumptions(axes, run, has_label=False)
         axes.set_xlabel("step")
         add_grid(axes, "y")
     figure.supxlabel(subtitle, fontsize="small", color=GRAY)
@@ -114,7 +120,7 @@ def _draw_steps(axes: Axes, run: TrainingRun, step: HistoryEntry) -> None:
         steps,
         [1e3 * row.step_time_s for row in run.steps],
         ".",
-        color=MEASURED,
+        color=_MEASURED,
         markersize=3,
         alpha=0.6,
         label=f"measured: {format_seconds(step.measured)} in the median",
@@ -122,8 +128,8 @@ def _draw_steps(axes: Axes, run: TrainingRun, step: HistoryEntry) -> None:
     label = f"planned: {format_seconds(predicted.value)}"
     if predicted.low is not None and predicted.high is not None:
         label += f", 90% interval {between(*map(format_seconds, (predicted.low, predicted.high)))}"
-        axes.axhspan(1e3 * predicted.low, 1e3 * predicted.high, color=PREDICTED, alpha=0.2, lw=0)
-    axes.axhline(1e3 * predicted.value, color=PREDICTED, label=label)
+        axes.axhspan(1e3 * predicted.low, 1e3 * predicted.high, color=_PREDICTED, alpha=0.2, lw=0)
+    axes.axhline(1e3 * predicted.value, color=_PREDICTED, label=label)
     highest = max(predicted.high or predicted.value, step.measured)
     axes.set_ylim(0, _ABOVE * 1e3 * highest)
     axes.set_ylabel("step time (ms)")
@@ -132,21 +138,21 @@ def _draw_steps(axes: Axes, run: TrainingRun, step: HistoryEntry) -> None:
 
 def _draw_loss(axes: Axes, run: TrainingRun) -> None:
     steps, losses = [row.step for row in run.steps], [row.loss for row in run.steps]
-    axes.plot(*smoothed(steps, losses), color=MEASURED, label="training")
-    draw_held_out(axes, run, "held-out text")
+    axes.plot(*_smoothed(steps, losses), color=_MEASURED, label="training")
+    _draw_held_out(axes, run, "held-out text")
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False, fontsize="small")
 
 
 def plot_losses(run: TrainingRun) -> Figure:
     """Draws the training loss, raw and smoothed, the held-out loss and the predicted final loss."""
-    figure, axes = run_figure("Loss", run)
+    figure, axes = _run_figure("Loss", run)
     steps = [row.step for row in run.steps]
     losses = [row.loss for row in run.steps]
-    axes.plot(*thinned(steps, losses), color=MEASURED, alpha=0.3, linewidth=0.8)
-    axes.plot(*smoothed(steps, losses), color=MEASURED, label="training, smoothed")
+    axes.plot(*_thinned(steps, losses), color=_MEASURED, alpha=0.3, linewidth=0.8)
+    axes.plot(*_smoothed(steps, losses), color=_MEASURED, label="training, smoothed")
     if run.evaluations:
-        draw_held_out(axes, run, "held-out")
+        _draw_held_out(axes, run, "held-out")
     if (final := run.expected.final_loss) is not None and final.low and final.high:
         axes.errorbar(
             run.expected.num_steps,
@@ -157,7 +163,7 @@ def plot_losses(run: TrainingRun) -> Figure:
             capsize=6,
             label=f"predicted at the end: {final.value:.3f}",
         )
-    mark_resumptions(axes, run)
+    _mark_resumptions(axes, run)
     axes.set_ylabel("cross-entropy (nats per token)")
     axes.set_xlabel("step")
     axes.legend()
@@ -169,21 +175,18 @@ def plot_schedule(run: TrainingRun) -> Figure:
     figure = blank_figure("Learning rate and gradients", (8.0, 5.0))
     above, below = figure.subplots(2, sharex=True)
     steps = [row.step for row in run.steps]
-    above.plot(*thinned(steps, [row.learning_rate for row in run.steps]), color=MEASURED)
+    above.plot(*_thinned(steps, [row.learning_rate for row in run.steps]), color=_MEASURED)
     above.set_ylabel("learning rate")
     above.set_ylim(bottom=0)
     norms = [row.gradient_norm for row in run.steps]
-    below.plot(*thinned(steps, norms), color=MEASURED, alpha=0.3, linewidth=0.8)
-    below.plot(*smoothed(steps, norms), color=MEASURED, label="smoothed")
+    below.plot(*_thinned(steps, norms), color=_MEASURED, alpha=0.3, linewidth=0.8)
+    below.plot(*_smoothed(steps, norms), color=_MEASURED, label="smoothed")
     below.set_ylabel("norm of the gradients")
-    below.set_yscale("log")
-    below.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    below.yaxis.set_major_formatter("{x:g}")
-    below.yaxis.set_minor_formatter(NullFormatter())
+    set_log_axis(below, "y")
     below.set_xlabel("step")
     for axes in (above, below):
         add_grid(axes, "y")
-        mark_resumptions(axes, run, has_label=axes is below)
+        _mark_resumptions(axes, run, has_label=axes is below)
     below.legend()
     return figure
 
@@ -201,23 +204,23 @@ _NARROW = 0.06
 
 def plot_throughput(run: TrainingRun) -> Figure:
     """Draws tokens per second, measured and predicted."""
-    figure, axes = run_figure("Throughput", run)
+    figure, axes = _run_figure("Throughput", run)
     expected = run.expected
     steps = [row.step for row in run.steps]
     speeds = [expected.tokens_per_s(row.step_time_s) for row in run.steps]
     # The median, because the time of a step after an evaluation or a checkpoint includes it.
-    line = smoothed(steps, speeds, statistics.median)
-    axes.plot(*line, color=MEASURED, label="median of neighbouring steps")
+    line = _smoothed(steps, speeds, statistics.median)
+    axes.plot(*line, color=_MEASURED, label="median of neighbouring steps")
     if (step := expected.step_time) is not None:
         predicted = expected.tokens_per_s(step.value)
-        axes.axhline(predicted, color=PREDICTED, linestyle="--", label="predicted")
+        axes.axhline(predicted, color=_PREDICTED, linestyle="--", label="predicted")
     if expected.peak_flops_per_s is not None and expected.flops_per_step is not None:
         per_token = expected.flops_per_step / expected.tokens_per_step / expected.peak_flops_per_s
         conversions = (partial(operator.mul, per_token), partial(operator.mul, 1 / per_token))
         right = axes.secondary_yaxis("right", functions=conversions)
         right.yaxis.set_major_formatter("{x:.0%}")
         right.set_ylabel("model FLOPs utilization")
-    mark_resumptions(axes, run)
+    _mark_resumptions(axes, run)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("tokens per second, all ranks")
@@ -230,7 +233,7 @@ def plot_step_times(run: TrainingRun) -> Figure:
     """Draws a histogram of step times, with the predicted step time."""
     predicted = run.expected.step_time
     title = "Step time" if predicted is None else "Step time: predicted against measured"
-    figure, axes = run_figure(title, run)
+    figure, axes = _run_figure(title, run)
     times = [1e3 * row.step_time_s for row in steady_steps(run.rows) or run.steps]
     median = statistics.median(times)
     # A few stragglers would squeeze all other steps into one bar. The label counts them instead.
@@ -238,12 +241,12 @@ def plot_step_times(run: TrainingRun) -> Figure:
     shown = [time_ms for time_ms in times if time_ms <= limit]
     beyond = len(times) - len(shown)
     label = f"{len(times):,} steps" + (f", {beyond:,} of them beyond the picture" if beyond else "")
-    axes.hist(shown, bins=40, color=MEASURED, alpha=0.7, label=label)
-    axes.axvline(median, color=MEASURED, label=f"median {format_seconds(median / 1e3)}")
+    axes.hist(shown, bins=40, color=_MEASURED, alpha=0.7, label=label)
+    axes.axvline(median, color=_MEASURED, label=f"median {format_seconds(median / 1e3)}")
     if predicted is not None:
         error = median / 1e3 / predicted.value - 1
         label = f"predicted {with_interval(predicted, format_seconds)}, measured {error:+.0%}"
-        axes.axvline(1e3 * predicted.value, color=PREDICTED, linestyle="--", label=label)
+        axes.axvline(1e3 * predicted.value, color=_PREDICTED, linestyle="--", label=label)
     axes.set_xlabel("step time (ms)")
     axes.set_ylabel("steps")
     axes.legend()
@@ -296,20 +299,20 @@ def plot_memory(run: TrainingRun) -> Figure | None:
     seen = [(row.step, row.memory_bytes) for row in run.steps if row.memory_bytes is not None]
     if not seen:
         return None
-    figure, axes = run_figure("Memory of the first rank", run)
+    figure, axes = _run_figure("Memory of the first rank", run)
     expected, most = run.expected, max(num_bytes for _, num_bytes in seen)
     unit, name = memory_unit(most)
     axes.plot(
-        *thinned([step for step, _ in seen], [num_bytes / unit for _, num_bytes in seen]),
+        *_thinned([step for step, _ in seen], [num_bytes / unit for _, num_bytes in seen]),
         "o-",
-        color=MEASURED,
+        color=_MEASURED,
         markersize=3,
         label=f"in use, at most {format_binary_bytes(most)}",
     )
     predicted = expected.memory_bytes
     if predicted is not None:
         label = f"predicted for its tensors: {format_binary_bytes(predicted)}"
-        axes.axhline(predicted / unit, color=PREDICTED, linestyle="--", label=label)
+        axes.axhline(predicted / unit, color=_PREDICTED, linestyle="--", label=label)
     limit = expected.memory_limit_bytes
     if limit is not None:
         axes.axhline(
