@@ -1,7 +1,9 @@
+import collections
 import itertools
 from typing import Any
 
 from paceline.records import Record
+from paceline.reports.plots.attention import plot_tiles
 from paceline.reports.plots.registry import draw
 from tests.unit.record_factory import attention_record
 
@@ -85,3 +87,9 @@ def test_only_the_naive_one_is_said_to_store_its_scores() -> None:
         figure = draw("attention-time", [record(name, n) for name in names for n in (256, 1024)])
         what = "Attention that stores its scores" if names == ("naive",) else "Attention"
         assert figure.get_suptitle() == f"{what}: time"
+
+
+def test_tiles_on_the_diagonal_are_masked() -> None:
+    colors = collections.Counter(tile.get_facecolor() for tile in plot_tiles().axes[0].patches)
+    # Of 8 x 8 tiles: those on the diagonal, below and above.
+    assert sorted(colors.values()) == [8, 28, 28]

@@ -11,7 +11,7 @@ from paceline.reports.plots.style import dark
 from paceline.reports.plots.training_run import plot_story
 from paceline.reports.training_run import read_run
 
-RUN = pathlib.Path(__file__).parents[5] / "results" / "training-run"
+RUN = pathlib.Path(__file__).parents[4] / "results" / "training-run"
 
 
 def _step(low: float | None = None, high: float | None = None) -> HistoryEntry:
