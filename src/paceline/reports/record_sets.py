@@ -1,8 +1,8 @@
 """The records behind a report, where they come from, and groups of them that may be compared.
 
 A store holds measurements from several machines and configurations. Records are comparable if their
-cases differ only in the fields that a question varies. For each place (device, hardware, hosts and
-link rate), the group with the most measured cases answers the question.
+cases differ only in the fields that a question varies. For each location (device, hardware, hosts
+and link rate), the group with the most measured cases answers the question.
 
 Trace records are stored under a subject, such as ``small, batch 4, context 256, float32, naive
 attention, train``, which does not name a machine. Two machines, or two runs on one machine, use the
@@ -104,7 +104,7 @@ def _hardware(environment: Environment) -> str:
 Predicate: TypeAlias = Callable[[Sequence[Record]], bool]
 """A condition on a group of records."""
 
-_PLACE = ("device", "hardware", "num_hosts", LINK_RATE)
+_LOCATION = ("device", "hardware", "num_hosts", LINK_RATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _identity(record: Record) -> object:
 def comparable_groups(
     records: Sequence[Record], over: Collection[str], *, holds: Predicate | None = None
 ) -> list[list[Record]]:
-    """Returns, for every place, the largest group of records that differ only in `over`.
+    """Returns, for every location, the largest group of records that differ only in `over`.
 
     A group needs at least one measured record, and its measured records must satisfy `holds`.
     """
@@ -180,9 +180,9 @@ def comparable_groups(
         measured = [record for record in group if record.metrics]
         if not measured or not (holds is None or holds(measured)):
             continue
-        place = tuple(group[0].case.get(field) for field in _PLACE)
-        if place not in best or _weight(group) > _weight(best[place]):
-            best[place] = group
+        location = tuple(group[0].case.get(field) for field in _LOCATION)
+        if location not in best or _weight(group) > _weight(best[location]):
+            best[location] = group
     return list(best.values())
 
 
@@ -317,7 +317,7 @@ _STEP = "step_time_s"
 
 
 def strategy_groups(record_set: RecordSet, *needed: str) -> list[list[Record]]:
-    """Returns, for every place, a group of measured strategies that includes all in `needed`."""
+    """Returns, for every location, a group of measured strategies that includes all in `needed`."""
     found = [
         record
         for record in record_set.find("ddp", strategy=STRATEGIES, compile="none")

@@ -62,21 +62,21 @@ def read_run(directory: str | os.PathLike[str]) -> TrainingRun:
 
     Raises UsageError if the directory lacks a file of a run.
     """
-    place = pathlib.Path(directory)
+    path = pathlib.Path(directory)
     missing = [
-        name for name in (CONFIG, ENVIRONMENT, EXPECTATION, METRICS) if not (place / name).is_file()
+        name for name in (CONFIG, ENVIRONMENT, EXPECTATION, METRICS) if not (path / name).is_file()
     ]
     if missing:
         raise UsageError(
-            f"{place}: not the directory of a run: no {', '.join(missing)}; name the directory "
+            f"{path}: not the directory of a run: no {', '.join(missing)}; name the directory "
             "that is `out` in its config"
         )
     return TrainingRun(
-        name=place.resolve().name,
-        config=(place / CONFIG).read_text(encoding="utf-8"),
-        environment=_decoded(place / ENVIRONMENT, Environment),
-        expected=_decoded(place / EXPECTATION, Forecast),
-        rows=tuple(MetricsFile(place / METRICS).read()),
+        name=path.resolve().name,
+        config=(path / CONFIG).read_text(encoding="utf-8"),
+        environment=_decoded(path / ENVIRONMENT, Environment),
+        expected=_decoded(path / EXPECTATION, Forecast),
+        rows=tuple(MetricsFile(path / METRICS).read()),
     )
 
 

@@ -17,9 +17,11 @@ def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: i
     """
     figure = blank_figure("Documents by length")
     axes = figure.subplots()
-    places = range(len(lengths.counts))
-    axes.bar(places, lengths.counts, width=0.9, color=COLORS[0])
-    axes.set_xticks(list(places), [format_count(2**place) for place in places], rotation=45)
+    positions = range(len(lengths.counts))
+    axes.bar(positions, lengths.counts, width=0.9, color=COLORS[0])
+    axes.set_xticks(
+        list(positions), [format_count(2**position) for position in positions], rotation=45
+    )
     axes.set_xlabel("tokens in the document, from this many to twice as many")
     axes.set_ylabel("documents")
     axes.margins(y=0.12)  # Room for the label below.
@@ -32,11 +34,11 @@ def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: i
     if context_length < 2 ** len(lengths.counts):
         # The left edge of a bar stands for its power of two.
         exponent = context_length.bit_length() - 1
-        place = exponent + (context_length / 2**exponent - 1) - 0.5
-        axes.axvline(place, color=COLORS[1], linestyle="--")
+        position = exponent + (context_length / 2**exponent - 1) - 0.5
+        axes.axvline(position, color=COLORS[1], linestyle="--")
         axes.annotate(
             f"context of {context_length:,}",
-            (place, 1),
+            (position, 1),
             xycoords=("data", "axes fraction"),
             xytext=(4, -12),
             textcoords="offset points",

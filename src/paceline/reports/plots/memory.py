@@ -118,9 +118,9 @@ def plot_memory_plan(
         edgecolor="white",
         linewidth=0.5,
     )
-    for place, end in enumerate(ends):
+    for position, end in enumerate(ends):
         total = format_gibibytes(end, 2)
-        add_label(axes, total, (place, end), (0, 3), ha="center", fontsize="small")
+        add_label(axes, total, (position, end), (0, 3), ha="center", fontsize="small")
     if device is not None:
         capacity = to_gibibytes(device.memory_bytes.value)
         highest = max(highest, capacity)
@@ -164,10 +164,10 @@ def plot_optimizer_memory(records: Sequence[Record]) -> Figure:
     figure = blank_figure("Memory of one training step by strategy", size)
     panels = figure.subplots(len(_INSTANTS), sharex=True)
     for axes, (instant, title) in zip(panels, _INSTANTS.items(), strict=True):
-        for place, record in enumerate(measured):
-            _draw_bar(axes, record, instant, place - _HEIGHT / 2, unit, hatch=None)
+        for position, record in enumerate(measured):
+            _draw_bar(axes, record, instant, position - _HEIGHT / 2, unit, hatch=None)
             if (prediction := predicted.get(join_key(record))) is not None:
-                _draw_bar(axes, prediction, instant, place + _HEIGHT / 2, unit, hatch="////")
+                _draw_bar(axes, prediction, instant, position + _HEIGHT / 2, unit, hatch="////")
         axes.set_yticks(range(len(measured)), labels)
         axes.invert_yaxis()
         axes.set_title(title, fontsize="small", loc="left")
@@ -187,13 +187,13 @@ def plot_optimizer_memory(records: Sequence[Record]) -> Figure:
 
 
 def _draw_bar(
-    axes: Axes, record: Record, instant: str, place: float, unit: int, *, hatch: str | None
+    axes: Axes, record: Record, instant: str, position: float, unit: int, *, hatch: str | None
 ) -> None:
     left = 0.0
     for part in _MEASURED_PARTS:
         width = record.metrics[f"{instant}_{part}_bytes"].value / unit
         color = MEMORY_STYLES[part][0]
-        axes.barh(place, width, _HEIGHT, left, color=color, hatch=hatch, edgecolor="w", lw=0)
+        axes.barh(position, width, _HEIGHT, left, color=color, hatch=hatch, edgecolor="w", lw=0)
         left += width
     total = format_binary_bytes(record.metrics[f"peak_{instant}_bytes"].value)
-    axes.text(left, place, f" {total}", _SMALL, va="center")
+    axes.text(left, position, f" {total}", _SMALL, va="center")

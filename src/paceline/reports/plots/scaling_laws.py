@@ -236,7 +236,7 @@ def plot_errors(entries: Sequence[HistoryEntry]) -> Figure:
     shown = [each for each in entries if each.predicted is not None]
     figure = blank_figure("Predicted, relative to measured", (8.0, 0.9 + 0.55 * len(shown)))
     axes = figure.subplots()
-    for place, entry in enumerate(shown):
+    for position, entry in enumerate(shown):
         predicted = entry.predicted
         assert predicted is not None
         value, low, high = (
@@ -245,8 +245,8 @@ def plot_errors(entries: Sequence[HistoryEntry]) -> Figure:
         )
         color = _PREDICTED if entry.is_inside is not False else COLORS[3]
         spread = [[value - low], [high - value]]
-        axes.errorbar([value], [place], xerr=spread, fmt="s", color=color, capsize=5)
-        add_label(axes, f"{value:+.1f}%", (value, place), (0, 7), ha="center", fontsize="small")
+        axes.errorbar([value], [position], xerr=spread, fmt="s", color=color, capsize=5)
+        add_label(axes, f"{value:+.1f}%", (value, position), (0, 7), ha="center", fontsize="small")
     axes.axvline(0, color=_MEASURED, label="measured")
     axes.set_yticks(range(len(shown)), [WRITTEN[each.quantity][0] for each in shown])
     axes.set_ylim(len(shown) - 0.4, -0.8)

@@ -27,12 +27,14 @@ def plot_step_time(by: str, records: Sequence[Record]) -> Figure:
     width = 0.8 / len(_PHASES)
     for index, phase in enumerate(_PHASES):
         metric = f"{phase}_time_s"
-        places = [place for place, record in enumerate(records) if metric in record.metrics]
-        chosen = [records[place].metrics[metric] for place in places]
+        positions = [
+            position for position, record in enumerate(records) if metric in record.metrics
+        ]
+        chosen = [records[position].metrics[metric] for position in positions]
         if not chosen:
             continue
         axes.bar(
-            [place + (index - 1) * width for place in places],
+            [position + (index - 1) * width for position in positions],
             [value.value * 1e3 for value in chosen],
             width,
             # Clip error bars at zero: times are never negative.
@@ -44,10 +46,10 @@ def plot_step_time(by: str, records: Sequence[Record]) -> Figure:
             color=PHASE_COLORS[phase],
             label=phase,
         )
-    for place, record in enumerate(records):
+    for position, record in enumerate(records):
         if not record.metrics:
             outcome = record.outcome.replace("_", " ")
-            add_label(axes, outcome, (place, 0), (0, 6), rotation=90, ha="center")
+            add_label(axes, outcome, (position, 0), (0, 6), rotation=90, ha="center")
     names = [describe_case(record, varying, "\n") for record in records]
     axes.set_xticks(range(len(records)), names)
     axes.set_xlim(-0.6, len(records) - 0.4)
@@ -65,14 +67,14 @@ def plot_warmup(records: Sequence[Record]) -> Figure:
     )
     for index, (name, chosen) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * 0.18
-        places = [counts.index(case_number(record, "warmup")) + offset for record in chosen]
+        positions = [counts.index(case_number(record, "warmup")) + offset for record in chosen]
         steps = [record.metrics["step_time_s"] for record in chosen]
         color = COLORS[index % len(COLORS)]
-        for place, step in zip(places, steps, strict=True):
+        for position, step in zip(positions, steps, strict=True):
             samples = [value * 1e3 for value in step.samples]
-            axes.plot([place] * len(samples), samples, "o", ms=4, alpha=0.35, color=color)
+            axes.plot([position] * len(samples), samples, "o", ms=4, alpha=0.35, color=color)
         axes.errorbar(
-            [place + 0.05 for place in places],
+            [position + 0.05 for position in positions],
             [(step.mean or step.value) * 1e3 for step in steps],
             yerr=[(step.std or 0.0) * 1e3 for step in steps],
             fmt="s",
@@ -106,8 +108,8 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
     }
     styles = dict(zip(milliseconds, zip(COLORS, _HATCHES, strict=True), strict=False))
     edges = {"edgecolor": "white", "linewidth": 0.5}
-    for place, end in enumerate(stack_bars(axes, phases, milliseconds, styles, 0.65, **edges)):
-        add_label(axes, format_seconds(end / 1e3), (end, place), (4, 0), va="center")
+    for position, end in enumerate(stack_bars(axes, phases, milliseconds, styles, 0.65, **edges)):
+        add_label(axes, format_seconds(end / 1e3), (end, position), (4, 0), va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)

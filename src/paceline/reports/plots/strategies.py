@@ -32,7 +32,7 @@ def plot_strategies(records: Sequence[Record]) -> Figure:
     figure, axes = new_figure("One training step by strategy", chosen)
     _shared, varying = split_fields(chosen)
     figure.set_figheight(1.8 + 0.32 * len(chosen))
-    places = range(len(chosen))
+    positions = range(len(chosen))
     widths = {}
     for name in PHASE_COLORS:
         metric = EXPOSED if name == "exposed communication" else f"{name}_time_s"
@@ -40,8 +40,8 @@ def plot_strategies(records: Sequence[Record]) -> Figure:
         known = [record.metrics.get(metric) for record in chosen]
         widths[name] = [0.0 if value is None else value.value * 1e3 for value in known]
     styles = {name: (color, "") for name, color in PHASE_COLORS.items()}
-    stack_bars(axes, places, widths, styles, 0.7)
-    axes.set_yticks(places, [strategy_case(record, varying) for record in chosen])
+    stack_bars(axes, positions, widths, styles, 0.7)
+    axes.set_yticks(positions, [strategy_case(record, varying) for record in chosen])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", alpha=0.3)

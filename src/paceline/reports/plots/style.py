@@ -90,7 +90,7 @@ def set_lanes(axes: Axes, labels: Sequence[str], title: str, fontsize: str) -> N
 
 def stack_bars(
     axes: Axes,
-    places: Sequence[Any],
+    positions: Sequence[Any],
     sizes: Mapping[str, Sequence[float]],
     styles: Mapping[str, tuple[str, str]],
     thickness: float,
@@ -98,17 +98,17 @@ def stack_bars(
     is_vertical: bool = False,
     **style: Any,
 ) -> list[float]:
-    """Draws a bar per place, divided into parts of these sizes, and returns where the bars end.
+    """Draws a bar per position, divided into parts of these sizes, and returns where the bars end.
 
     Each part has a colour and a hatch, and its name is its label.
     """
-    ends = [0.0] * len(places)
+    ends = [0.0] * len(positions)
     for name, parts in sizes.items():
         style |= {"color": styles[name][0], "hatch": styles[name][1], "label": name}
         if is_vertical:
-            axes.bar(places, parts, thickness, ends, **style)
+            axes.bar(positions, parts, thickness, ends, **style)
         else:
-            axes.barh(places, parts, thickness, ends, **style)
+            axes.barh(positions, parts, thickness, ends, **style)
         ends = [end + part for end, part in zip(ends, parts, strict=True)]
     return ends
 

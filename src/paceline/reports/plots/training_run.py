@@ -64,27 +64,27 @@ def _draw_held_out(axes: Axes, run: TrainingRun, label: str) -> None:
 
 
 def _thinned(
-    places: Sequence[float], values: Sequence[float], middle: _Middle = statistics.fmean
+    positions: Sequence[float], values: Sequence[float], middle: _Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:
     """Returns a line of at most `_MOST_POINTS` points, each the `middle` of consecutive values."""
     groups = min(len(values), _MOST_POINTS)
     borders = [number * len(values) // groups for number in range(groups + 1)] if groups else [0]
     spans = list(itertools.pairwise(borders))
     return (
-        [statistics.fmean(places[begin:end]) for begin, end in spans],
+        [statistics.fmean(positions[begin:end]) for begin, end in spans],
         [middle(values[begin:end]) for begin, end in spans],
     )
 
 
 def _smoothed(
-    places: Sequence[float], values: Sequence[float], middle: _Middle = statistics.fmean
+    positions: Sequence[float], values: Sequence[float], middle: _Middle = statistics.fmean
 ) -> tuple[list[float], list[float]]:
     """Returns a thinned line, smoothed by the `middle` of a window of fixed length."""
-    thin_places, thin_values = _thinned(places, values, middle)
+    thin_positions, thin_values = _thinned(positions, values, middle)
     reach = max(1, len(thin_values) // (2 * _SMOOTHED_PARTS))
-    return thin_places, [
-        middle(thin_values[max(0, place - reach) : place + reach + 1])
-        for place in range(len(thin_values))
+    return thin_positions, [
+        middle(thin_values[max(0, position - reach) : position + reach + 1])
+        for position in range(len(thin_values))
     ]
 
 

@@ -113,7 +113,7 @@ def _caption(what: str, number: int) -> str:
     return what if number <= _MOST_ROWS else f"{what}: the last {_MOST_ROWS} of {number:,}"
 
 
-def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:
+def checkpoints_table(found: Sequence[CheckpointSummary], path: str) -> Table:
     """Returns a row per checkpoint: size, files, tensors, ranks that saved it, completeness."""
     return Table.of(
         found,
@@ -125,11 +125,11 @@ def checkpoints_table(found: Sequence[CheckpointSummary], place: str) -> Table:
             "ranks": lambda summary: f"{summary.world_size:,}",
             "state": lambda summary: summary.problem or "complete",
         },
-        caption=f"{place}: {len(found):,} checkpoints",
+        caption=f"{path}: {len(found):,} checkpoints",
     )
 
 
-def splits_table(manifest: DatasetManifest, place: str) -> Table:
+def splits_table(manifest: DatasetManifest, path: str) -> Table:
     """Returns a row per split: shards, documents, tokens, size."""
     vocabulary = f"vocabulary of {manifest.vocab_size:,} as {manifest.dtype}"
     splits = manifest.splits
@@ -145,7 +145,7 @@ def splits_table(manifest: DatasetManifest, place: str) -> Table:
             ),
         },
         caption=(
-            f"{place}: {len(manifest.sources):,} files, {vocabulary}, "
+            f"{path}: {len(manifest.sources):,} files, {vocabulary}, "
             f"{manifest.source_bytes_per_token:.2f} bytes per token, "
             f"{format_count(manifest.shard_tokens)} tokens per shard"
         ),
