@@ -118,8 +118,8 @@ def plot_memory_plan(
         edgecolor="white",
         linewidth=0.5,
     )
-    for position, end in enumerate(ends):
-        total = format_gibibytes(end, 2)
+    for position, (end, parts) in enumerate(zip(ends, instants.values(), strict=True)):
+        total = format_gibibytes(to_gibibytes(parts.total), 2)
         add_label(axes, total, (position, end), (0, 3), ha="center", fontsize="small")
     if device is not None:
         capacity = to_gibibytes(device.memory_bytes.value)

@@ -107,8 +107,8 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
         for name, by_phase in _stack(kinds, phases).items()
     }
     styles = dict(zip(milliseconds, zip(COLORS, _HATCHES, strict=True), strict=False))
-    edges = {"edgecolor": "white", "linewidth": 0.5}
-    for position, end in enumerate(stack_bars(axes, phases, milliseconds, styles, 0.65, **edges)):
+    ends = stack_bars(axes, phases, milliseconds, styles, 0.65, edgecolor="white", linewidth=0.5)
+    for position, end in enumerate(ends):
         add_label(axes, format_seconds(end / 1e3), (end, position), (4, 0), va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
