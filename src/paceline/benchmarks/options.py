@@ -94,6 +94,8 @@ class ShapeOverrides:
     """Number of transformer blocks."""
     num_heads: int | None = None
     """Query heads per attention layer."""
+    num_kv_heads: int | None = None
+    """Key-value heads (grouped-query attention)."""
     tied_embeddings: bool = False
     """Reuse the embedding's weights in the output layer."""
 

@@ -46,6 +46,7 @@ def merge_traces(parts: Sequence[TracePart], output: pathlib.Path) -> None:
     first = min(origins)
     encoder = msgspec.json.Encoder()
     try:
+        output.parent.stat()  # A misspelt directory is an error, not a new directory.
         with atomic_file(output) as file:
             file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
             separator = b"\n"
