@@ -16,7 +16,7 @@ from paceline.core.strategies import StrategyName
 STRATEGIES: dict[str, StrategyName] = {
     "flat": "flat",
     "individual": "overlapped",
-    "bucketed": "bucketed",
+    "bucketed": "ddp",
 }
 
 

@@ -18,10 +18,7 @@ from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes
 from paceline.parallel import distributed_session
 
-STRATEGIES: dict[str, StrategyName] = {
-    "without sharding": "bucketed",
-    "with sharding": "sharded_optimizer",
-}
+STRATEGIES: dict[str, StrategyName] = {"without sharding": "ddp", "with sharding": "zero1"}
 INSTANTS = {
     "after_init": "after init",
     "before_step": "before the optimizer step",

@@ -3,7 +3,7 @@
 The same global batches are divided among any number of ranks, so that the printed losses depend
 neither on the number of ranks nor on the strategy:
 
-    python examples/any_strategy.py sharded torch_fsdp2 --ranks 2 --max-norm 1
+    python examples/any_strategy.py zero2 torch_fsdp2 --ranks 2 --max-norm 1
 """
 
 import argparse

@@ -220,7 +220,7 @@ def predictions(store: str) -> str:
     measured = {
         record.case["bucket_size_mb"]: record.metrics[_EXPOSED].value
         for record in read(store)
-        if record.kind == "ddp" and record.case["strategy"] == "bucketed"
+        if record.kind == "ddp" and record.case["strategy"] == "ddp"
     }
     headers = ("bucket size", "messages", "predicted exposed (ms)", "measured exposed (ms)")
     lines = [f"| {' | '.join(headers)} |", f"| {' | '.join('---' for _ in headers)} |"]
@@ -265,7 +265,7 @@ def _table(records: list[Record], kind: str, view: View) -> Table:
     return records_table(with_predictions(chosen, records), view)
 
 
-_STAGES: tuple[StrategyName, ...] = ("torch_ddp", "sharded_optimizer", "sharded", "fully_sharded")
+_STAGES: tuple[StrategyName, ...] = ("torch_ddp", "zero1", "zero2", "fsdp")
 
 
 def models_memory() -> str:

@@ -1,6 +1,6 @@
 """Trains a transformers model under any strategy, in a loop with the arguments of its Trainer.
 
-    python examples/elsewhere/hugging_face.py --strategy sharded --ranks 2
+    python examples/elsewhere/hugging_face.py --strategy zero2 --ranks 2
 
 The same batches are divided among any number of ranks, so that the printed losses depend neither on
 the number of ranks nor on the strategy.
@@ -70,7 +70,7 @@ def train(strategy: StrategyName, ranks: int | None, arguments: Arguments) -> No
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", type=find_strategy, default="bucketed")
+    parser.add_argument("--strategy", type=find_strategy, default="ddp")
     parser.add_argument("--ranks", type=int, default=None, help="ranks to start where none are")
     parsed = parser.parse_args()
     train(parsed.strategy, parsed.ranks, Arguments())

@@ -1,6 +1,6 @@
 """Trains a Lightning-style module under any strategy, with a `fit` of fifteen lines.
 
-    python examples/elsewhere/lightning_module.py --strategy sharded --ranks 2
+    python examples/elsewhere/lightning_module.py --strategy zero2 --ranks 2
 
 `Regression` keeps its own training_step and configure_optimizers. For Lightning's own trainer,
 derive it from lightning.LightningModule and let configure_optimizers return an optimizer.
@@ -61,7 +61,7 @@ def fit(module: Regression, strategy: StrategyName, session: Session) -> Iterato
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", type=find_strategy, default="bucketed")
+    parser.add_argument("--strategy", type=find_strategy, default="ddp")
     parser.add_argument("--ranks", type=int, default=None, help="ranks to start where none are")
     parsed = parser.parse_args()
     with distributed_session(ranks_per_host=parsed.ranks, timeout_s=60) as session:

@@ -41,9 +41,9 @@ CONTAINERS: dict[str, Callable[[nn.Module], nn.Module]] = {
         module, gradient_as_bucket_view=True, static_graph=True
     ),
     "flat": FlatDataParallel,
-    "bucketed": BucketedDataParallel,
-    "sharded": ShardedDataParallel,
-    "fully_sharded": FullyShardedDataParallel,
+    "ddp": BucketedDataParallel,
+    "zero2": ShardedDataParallel,
+    "fsdp": FullyShardedDataParallel,
 }
 
 
@@ -53,7 +53,7 @@ def backward_times(_rank: int, _world_size: int, rounds: int) -> dict[str, list[
     models = {name: wrap(Stack(NUM_BLOCKS)) for name, wrap in CONTAINERS.items()}
     optimizers: dict[str, torch.optim.Optimizer] = {
         name: ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
-        if name == "sharded"
+        if name == "zero2"
         else torch.optim.SGD(model.parameters(), lr=0.01)
         for name, model in models.items()
     }

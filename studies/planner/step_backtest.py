@@ -20,10 +20,7 @@ MODELS = ("bytes-6M", "bytes-34M", "words-44M")
 BATCHES = ("2", "5")
 # Larger models take ten minutes each on the slowest link.
 LABS = {"2gbit": MODELS, "500mbit": MODELS[:1]}
-STRATEGIES = (
-    *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
-    *("sharded_optimizer", "sharded"),
-)
+STRATEGIES = (*("none", "naive", "flat", "overlapped", "ddp", "torch_ddp"), *("zero1", "zero2"))
 ROUNDS = ("--warmup", "1", "--rounds", "5")
 
 

@@ -35,7 +35,7 @@ from tests.distributed.faulty_runs import Poison, events_of, saved_tensors, trai
 from tests.distributed.small_runs import changed, losses_of, small_run
 from tests.processes import process_of_rank
 
-STRATEGIES = ("bucketed", "sharded", "fully_sharded")
+STRATEGIES = ("ddp", "zero2", "fsdp")
 _STEP_S = 0.06
 """Sleep per step. It is most of a step, so that other load on the machine matters less."""
 _KINDS: tuple[Literal["nan", "infinite"], ...] = ("nan", "infinite")

@@ -30,13 +30,13 @@ INTERVAL = 10
 """Steps between checkpoints; flips happen in the first half of an interval."""
 TRIALS = (
     # Strategy, flipped tensors, whether each rank also checks its own state at rest, ranks.
-    ("bucketed", "weights", False, 4),
-    ("bucketed", "weights", True, 2),
-    ("bucketed", "state", True, 2),
-    ("sharded", "weights", True, 2),
-    ("sharded", "state", True, 4),
-    ("fully_sharded", "weights", True, 4),
-    ("fully_sharded", "state", True, 2),
+    ("ddp", "weights", False, 4),
+    ("ddp", "weights", True, 2),
+    ("ddp", "state", True, 2),
+    ("zero2", "weights", True, 2),
+    ("zero2", "state", True, 4),
+    ("fsdp", "weights", True, 4),
+    ("fsdp", "state", True, 2),
 )
 
 
@@ -129,7 +129,7 @@ def main() -> int:
                 },
                 metrics={"largest_delay_steps": latest, "time_s": time.perf_counter() - began},
             )
-        for strategy in ("bucketed", "fully_sharded"):
+        for strategy in ("ddp", "fsdp"):
             config = changed(
                 base,
                 f"quiet-{strategy}",

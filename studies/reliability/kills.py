@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--start-every", type=int, default=5, help="another while ranks start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--strategy", default="bucketed")
+    parser.add_argument("--strategy", default="ddp")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)

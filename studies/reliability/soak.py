@@ -118,7 +118,7 @@ def main() -> int:
             "run",
             steps=10**7,
             saves_every=100,
-            parallel=ParallelConfig(strategy="sharded", device="cpu", timeout_s=60),
+            parallel=ParallelConfig(strategy="zero2", device="cpu", timeout_s=60),
         )
         path = write_config(config)
         command = ["train", str(path), "--ranks", str(arguments.ranks)]
@@ -144,7 +144,7 @@ def main() -> int:
             "time",
             1,
             int(is_lost),
-            case={"strategy": "sharded", "world_size": arguments.ranks},
+            case={"strategy": "zero2", "world_size": arguments.ranks},
             metrics={
                 "time_s": 60 * arguments.minutes,
                 "num_steps": num_steps,

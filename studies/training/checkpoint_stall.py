@@ -6,7 +6,7 @@ or with one that is kept in memory with a replica, as if each rank were a host. 
 turns. A round's time includes the slowdown of the steps after the save; no save is in flight when a
 round begins. Appends one `comparison` record per kind of checkpoint to the store.
 
-    python -m studies.training.checkpoint_stall results/checkpoint-stall.jsonl [--strategy sharded]
+    python -m studies.training.checkpoint_stall results/checkpoint-stall.jsonl [--strategy zero2]
 """
 
 import functools
@@ -84,7 +84,7 @@ def train(
 def main() -> int:
     """Measures, prints and records the cost."""
     parser = study_parser(__doc__)
-    parser.add_argument("--strategy", default="bucketed")
+    parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2)

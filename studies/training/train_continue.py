@@ -29,14 +29,14 @@ from studies.harness.study import study_parser
 STEPS, MOVED_AFTER = 100, 50
 Layout = tuple[int, StrategyName]
 MOVES: tuple[tuple[Layout, Layout], ...] = (
-    ((2, "bucketed"), (1, "bucketed")),
-    ((2, "bucketed"), (4, "bucketed")),
-    ((4, "bucketed"), (3, "bucketed")),
-    ((4, "fully_sharded"), (3, "fully_sharded")),
-    ((2, "bucketed"), (2, "sharded")),
-    ((2, "sharded"), (2, "fully_sharded")),
-    ((2, "fully_sharded"), (2, "torch_fsdp2")),
-    ((2, "torch_fsdp2"), (2, "bucketed")),
+    ((2, "ddp"), (1, "ddp")),
+    ((2, "ddp"), (4, "ddp")),
+    ((4, "ddp"), (3, "ddp")),
+    ((4, "fsdp"), (3, "fsdp")),
+    ((2, "ddp"), (2, "zero2")),
+    ((2, "zero2"), (2, "fsdp")),
+    ((2, "fsdp"), (2, "torch_fsdp2")),
+    ((2, "torch_fsdp2"), (2, "ddp")),
 )
 
 

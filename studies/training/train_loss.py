@@ -92,7 +92,7 @@ def main() -> int:
         own = [row.loss for row in rows if isinstance(row, EvaluationRow)][-1]
         (bare,) = run_ranks(by_hand, 1, config, timeout_s=3600)
     case = {
-        "subject": "paceline train, 2 ranks, bucketed",
+        "subject": "paceline train, 2 ranks, ddp",
         "baseline": "bare loop, 1 process",
         "operation": f"held-out loss after {arguments.steps} steps",
         "batch": config.training.batch_size,

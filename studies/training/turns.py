@@ -24,7 +24,7 @@ def steps_parser(text: str | None) -> argparse.ArgumentParser:
     """Returns the command line of studies that compare training steps."""
     parser = study_parser(text)
     parser.add_argument("--model", default="bytes-34M")
-    parser.add_argument("--strategy", default="bucketed")
+    parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
     return parser

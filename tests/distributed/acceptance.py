@@ -24,15 +24,12 @@ from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.traces.capture import record_ranks
 
 STRATEGIES: tuple[StrategyName, ...] = (
-    *("naive", "flat", "overlapped", "bucketed", "torch_ddp"),
-    *("sharded_optimizer", "torch_zero", "sharded"),
-    *("fully_sharded", "torch_fsdp2"),
+    *("naive", "flat", "overlapped", "ddp", "torch_ddp"),
+    *("zero1", "torch_zero", "zero2"),
+    *("fsdp", "torch_fsdp2"),
 )
-OVERLAPPING: tuple[StrategyName, ...] = ("bucketed", "sharded")
-CONTAINERS: tuple[StrategyName, ...] = (
-    *("naive", "flat", "overlapped", "bucketed"),
-    *("sharded", "fully_sharded"),
-)
+OVERLAPPING: tuple[StrategyName, ...] = ("ddp", "zero2")
+CONTAINERS: tuple[StrategyName, ...] = (*("naive", "flat", "overlapped", "ddp"), *("zero2", "fsdp"))
 
 Numbers = dict[str, float]
 _STEPS = 4
@@ -162,17 +159,17 @@ def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) ->
     num_parameters = sum(p.numel() for p in Blocks(width, num_layers).parameters())
     peaks = {
         strategy: _peak_bytes(rank, device, strategy, width, num_layers) / num_parameters
-        for strategy in ("bucketed", "sharded_optimizer", "sharded", "fully_sharded")
+        for strategy in ("ddp", "zero1", "zero2", "fsdp")
     }
     share = (world_size - 1) / world_size
     gradients = 4 if device.type == "cuda" else 0  # On a CPU, measured after they are freed.
     expected = {
-        "sharded_optimizer": 8 * share,
-        "sharded": (8 + gradients) * share,
-        "fully_sharded": (12 + gradients) * share,
+        "zero1": 8 * share,
+        "zero2": (8 + gradients) * share,
+        "fsdp": (12 + gradients) * share,
     }
     for strategy, saved in expected.items():
-        found = peaks["bucketed"] - peaks[strategy]
+        found = peaks["ddp"] - peaks[strategy]
         # Two buckets or layers in flight are a noticeable share of the sixteen layers.
         assert found > 0.75 * saved, (
             f"{strategy} saves {found:.1f} B per parameter, not {saved:.1f}"
@@ -213,8 +210,8 @@ def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) 
     """Measures the exposed wait after backward, with one message and with buckets."""
     device = device_of(rank, device_type)
     exposed = {}
-    for strategy in ("flat", "bucketed"):
-        size_mb = [width * width * 8 / 2**20] if strategy == "bucketed" else []
+    for strategy in ("flat", "ddp"):
+        size_mb = [width * width * 8 / 2**20] if strategy == "ddp" else []
         model = apply_strategy(strategy, _model(device, width, 12), *size_mb)
         assert isinstance(model, DataParallelContainer)
         model.record_statistics()
@@ -228,7 +225,7 @@ def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) 
             waits.append(stats.exposed_wait_s)
         exposed[strategy] = sorted(waits[1:])[2]
     if device.type == "cuda":
-        assert exposed["bucketed"] < exposed["flat"], f"nothing is hidden: {exposed}"
+        assert exposed["ddp"] < exposed["flat"], f"nothing is hidden: {exposed}"
     return {f"{strategy}_exposed_s": seconds for strategy, seconds in exposed.items()}
 
 

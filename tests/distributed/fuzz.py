@@ -45,12 +45,12 @@ MAKE: dict[str, Callable[..., nn.Module]] = {
     "naive": lambda module, _size_mb, **kw: NaiveDataParallel(module, **kw),
     "flat": lambda module, _size_mb, **kw: FlatDataParallel(module, **kw),
     "overlapped": lambda module, _size_mb, **kw: OverlappedDataParallel(module, **kw),
-    "bucketed": BucketedDataParallel,
-    "sharded_optimizer": BucketedDataParallel,
-    "sharded": ShardedDataParallel,
-    "fully_sharded": lambda module, _size_mb, **kw: FullyShardedDataParallel(module, **kw),
+    "ddp": BucketedDataParallel,
+    "zero1": BucketedDataParallel,
+    "zero2": ShardedDataParallel,
+    "fsdp": lambda module, _size_mb, **kw: FullyShardedDataParallel(module, **kw),
 }
-_SHARD_THE_OPTIMIZER = ("sharded_optimizer", "sharded")
+_SHARD_THE_OPTIMIZER = ("zero1", "zero2")
 
 
 class Net(nn.Module):
@@ -116,7 +116,7 @@ class Run:
         self._rank = rank
         self._groups = groups
         self._program = make_program(kind, seed, max(groups))
-        self._runs_all = kind == "fully_sharded"
+        self._runs_all = kind == "fsdp"
         self._norms: list[tuple[Tensor, Tensor]] = []
         torch.manual_seed(seed)
         inner = Net()

@@ -29,9 +29,9 @@ Cell = Literal["yes", "refused"]
 _WIDTH = 8
 _RATE = 0.1
 
-_REPLICATED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "bucketed")
-_WITH_WHOLE_GRADIENTS: tuple[StrategyName, ...] = (*_REPLICATED, "sharded_optimizer")
-OURS: tuple[StrategyName, ...] = (*_WITH_WHOLE_GRADIENTS, *("sharded", "fully_sharded"))
+_REPLICATED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "ddp")
+_WITH_WHOLE_GRADIENTS: tuple[StrategyName, ...] = (*_REPLICATED, "zero1")
+OURS: tuple[StrategyName, ...] = (*_WITH_WHOLE_GRADIENTS, *("zero2", "fsdp"))
 _TORCHS: tuple[StrategyName, ...] = ("torch_ddp", "torch_zero", "torch_fsdp2")
 STRATEGIES: tuple[StrategyName, ...] = (*OURS, *_TORCHS)
 
@@ -204,14 +204,11 @@ FEATURES: dict[str, tuple[Callable[[Pair], None], dict[StrategyName, Cell]]] = {
     "`no_sync`": (_accumulates, dict.fromkeys((*OURS, "torch_ddp", "torch_zero"), "yes")),
     "`container.clip_grad_norm_`": (
         _clips,
-        dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "sharded", "fully_sharded"), "yes"),
+        dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "zero2", "fsdp"), "yes"),
     ),
     "`torch.nn.utils.clip_grad_norm_`": (
         _is_clipped_by_torch,
-        {
-            **dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "fully_sharded", *_TORCHS), "yes"),
-            "sharded": "refused",
-        },
+        {**dict.fromkeys((*_WITH_WHOLE_GRADIENTS, "fsdp", *_TORCHS), "yes"), "zero2": "refused"},
     ),
     "`set_gradient_weight`": (_weighs, dict.fromkeys(OURS, "yes")),
     "freeze and unfreeze": (_freezes, dict.fromkeys(OURS, "yes")),

@@ -23,14 +23,14 @@ def _course_loop(
     inner = Tied() if tied else Frozen()
     torch.manual_seed(0)
     alone = Tied() if tied else Frozen()
-    if edition == "bucketed":
+    if edition == "ddp":
         model = adapters.get_ddp_bucketed(inner, bucket_size_mb=bucket_size_mb)
     elif edition == "individual":
         model = adapters.get_ddp_individual_parameters(inner)
     else:
         model = adapters.get_ddp(inner)
     after = {
-        "bucketed": adapters.ddp_bucketed_on_after_backward,
+        "ddp": adapters.ddp_bucketed_on_after_backward,
         "individual": adapters.ddp_individual_parameters_on_after_backward,
         "2026": adapters.ddp_on_after_backward,
     }[edition]
@@ -38,7 +38,7 @@ def _course_loop(
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     loss = nn.MSELoss()
     for step in range(5):
-        if edition == "bucketed":
+        if edition == "ddp":
             adapters.ddp_bucketed_on_train_batch_start(ddp_model=model, optimizer=optimizers[0])
         everything = torch.cat([data(step, other) for other in range(world_size)])
         for optimizer in optimizers:
@@ -61,7 +61,7 @@ def _course_loop(
     [
         ("individual", None),
         ("2026", None),
-        *(("bucketed", size) for size in (0.0016, 0.0001, 0.01, None)),
+        *(("ddp", size) for size in (0.0016, 0.0001, 0.01, None)),
     ],
 )
 def test_the_courses_loop(

@@ -22,7 +22,7 @@ from tests.distributed.toys import Frozen, Layered, data, loss_of
 
 Pools = Callable[[int], RankPool]
 
-MAKE = {"bucketed": BucketedDataParallel, "fully_sharded": FullyShardedDataParallel}
+MAKE = {"ddp": BucketedDataParallel, "fsdp": FullyShardedDataParallel}
 
 
 def _backward(container: DataParallelContainer, step: int, rank: int) -> None:
@@ -47,9 +47,7 @@ def _unfreeze_on_one_rank(rank: int, world_size: int, kind: str, in_eval: bool) 
     return str(caught.value), len(told)
 
 
-@pytest.mark.parametrize(
-    ("kind", "in_eval"), [("bucketed", False), ("bucketed", True), ("fully_sharded", False)]
-)
+@pytest.mark.parametrize(("kind", "in_eval"), [("ddp", False), ("ddp", True), ("fsdp", False)])
 def test_a_change_on_one_rank_is_named_on_all(rank_pool: Pools, kind: str, in_eval: bool) -> None:
     (first, _), (second, num_warnings) = rank_pool(2).run(_unfreeze_on_one_rank, kind, in_eval)
     change = "parameter 'second.weight' was unfrozen"

@@ -31,7 +31,7 @@ Pools = Callable[[int], RankPool]
 Numbers = dict[str, Tensor]
 
 STRATEGIES: tuple[StrategyName, ...] = (
-    *("bucketed", "sharded_optimizer", "sharded", "fully_sharded"),
+    *("ddp", "zero1", "zero2", "fsdp"),
     *("torch_ddp", "torch_fsdp2"),
 )
 
@@ -131,9 +131,9 @@ def _require_equal(actual: Numbers, expected: Numbers, what: str) -> None:
 
 
 CHAIN: tuple[tuple[StrategyName, int], ...] = (
-    *(("bucketed", 2), ("sharded", 2), ("fully_sharded", 2), ("torch_fsdp2", 2)),
-    *(("torch_ddp", 3), ("sharded_optimizer", 2), ("fully_sharded", 3), ("sharded", 3)),
-    *(("torch_fsdp2", 3), ("none", 1), ("fully_sharded", 1), ("sharded", 2), ("bucketed", 1)),
+    *(("ddp", 2), ("zero2", 2), ("fsdp", 2), ("torch_fsdp2", 2)),
+    *(("torch_ddp", 3), ("zero1", 2), ("fsdp", 3), ("zero2", 3)),
+    *(("torch_fsdp2", 3), ("none", 1), ("fsdp", 1), ("zero2", 2), ("ddp", 1)),
 )
 
 
@@ -232,7 +232,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all(
 
 
 def _load_damaged(rank: int, _world_size: int, place: str) -> tuple[int, str]:
-    run = Run("sharded", seed=3)
+    run = Run("zero2", seed=3)
     restored = load_newest_valid(
         place, lambda source: load_training_state(source, run.model, run.optimizers)
     )
@@ -242,7 +242,7 @@ def _load_damaged(rank: int, _world_size: int, place: str) -> tuple[int, str]:
 
 def test_ranks_agree_to_fall_back(rank_pool: Pools, tmp_path: pathlib.Path) -> None:
     pool = rank_pool(2)
-    pool.run(_train, "sharded", str(tmp_path), 0, 2)
+    pool.run(_train, "zero2", str(tmp_path), 0, 2)
     # Damages a file that only one of the ranks reads.
     (file,) = (tmp_path / "step-00000002").glob("rank-00001-*")
     content = bytearray(file.read_bytes())
@@ -259,9 +259,9 @@ def test_ranks_save_to_a_bucket(tmp_path: pathlib.Path) -> None:
     # The pool starts inside, so that its ranks inherit the server's environment variables.
     with s3_server() as bucket, RankPool(2, timeout_s=60) as pool:
         place = f"{bucket}/run"
-        whole = pool.run(_train, "fully_sharded", str(tmp_path), 0, 4)
-        first = pool.run(_train, "fully_sharded", place, 0, 2)
-        then = pool.run(_train, "fully_sharded", place, 2, 4)
+        whole = pool.run(_train, "fsdp", str(tmp_path), 0, 4)
+        first = pool.run(_train, "fsdp", place, 0, 2)
+        then = pool.run(_train, "fsdp", place, 2, 4)
         for rank in range(2):
             assert first[rank][0] + then[rank][0] == whole[rank][0]
             _require_equal(then[rank][1], whole[rank][1], "from the bucket")

@@ -124,10 +124,7 @@ def _require_same(config: RunConfig, expected: RunConfig) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "lost"),
-    [
-        *(("bucketed", None), ("bucketed", 1), ("sharded", 0)),
-        *(("fully_sharded", None), ("fully_sharded", 1)),
-    ],
+    [*(("ddp", None), ("ddp", 1), ("zero2", 0)), *(("fsdp", None), ("fsdp", 1))],
 )
 def test_a_run_goes_on_from_memory_to_the_bit(
     config: RunConfig,
@@ -175,7 +172,7 @@ def test_killed_processes_leave_their_memory(
         pool.run(functools.partial(_train_until_lost, kill=True), run)
     rank_pool(2).run(_train, run)
     assert _notices(run) == [f"step {LAST_IN_MEMORY} was restored from memory"]
-    _require_same(run, whole("bucketed"))
+    _require_same(run, whole("ddp"))
 
 
 def _flip(path: pathlib.Path) -> None:
@@ -187,14 +184,14 @@ def _flip(path: pathlib.Path) -> None:
 def test_what_is_damaged_comes_from_its_replica_or_from_disk(
     config: RunConfig, rank_pool: Pools, whole: Callable[[str], RunConfig]
 ) -> None:
-    run = _lost(rank_pool(2), config, "damaged", parallel={"strategy": "sharded"})
+    run = _lost(rank_pool(2), config, "damaged", parallel={"strategy": "zero2"})
     name = "rank-00001-00000.safetensors"
     _flip(_memory(run, 1) / f"step-{LAST_IN_MEMORY:08d}" / name)
     rank_pool(2).run(_train, run)
     damaged, restored = _notices(run)
     assert name in damaged
     assert restored.startswith(f"step {LAST_IN_MEMORY} was restored from memory")
-    _require_same(run, whole("sharded"))
+    _require_same(run, whole("zero2"))
 
 
 def test_damaged_copies_fall_back_to_disk(
@@ -210,7 +207,7 @@ def test_damaged_copies_fall_back_to_disk(
     assert name in own
     assert name in replica
     assert restored == "restored from disk"
-    _require_same(run, whole("bucketed"))
+    _require_same(run, whole("ddp"))
 
 
 def test_incomplete_memory_and_removed_checkpoints_are_passed_over(
@@ -224,13 +221,13 @@ def test_incomplete_memory_and_removed_checkpoints_are_passed_over(
     missing, restored = _notices(run)
     assert "1 of 2 files are not in the memory of any host" in missing
     assert restored == "restored from disk"
-    _require_same(run, whole("bucketed"))
+    _require_same(run, whole("ddp"))
     removed = _lost(rank_pool(2), config, "removed")
     shutil.rmtree(pathlib.Path(removed.out) / "checkpoints" / f"step-{ON_DISK:08d}")
     rank_pool(2).run(_train, removed)
     (notice,) = _notices(removed)
     assert "step 3, which was on disk when it was saved, was removed" in notice
-    _require_same(removed, whole("bucketed"))
+    _require_same(removed, whole("ddp"))
 
 
 def test_one_host_and_another_number_of_ranks_go_on_from_memory(
@@ -240,8 +237,8 @@ def test_one_host_and_another_number_of_ranks_go_on_from_memory(
     shutil.rmtree(f"{run.out}-host-1")
     rank_pool(1).run(_train, run)
     assert _notices(run) == [f"step {LAST_IN_MEMORY} was restored from memory"]
-    assert losses_of(run)[:LAST_IN_MEMORY] == losses_of(whole("bucketed"))[:LAST_IN_MEMORY]
-    assert losses_of(run) == pytest.approx(losses_of(whole("bucketed")), rel=1e-5)
+    assert losses_of(run)[:LAST_IN_MEMORY] == losses_of(whole("ddp"))[:LAST_IN_MEMORY]
+    assert losses_of(run) == pytest.approx(losses_of(whole("ddp")), rel=1e-5)
 
 
 def _train_without_room(rank: int, world_size: int, config: RunConfig) -> None:
@@ -258,7 +255,7 @@ def test_a_full_memory_is_said_and_training_goes_on(
     (notice,) = _notices(run)
     assert "checkpoint not saved in memory, training continues" in notice
     assert "No space left on device" in notice
-    _require_same(run, whole("bucketed"))
+    _require_same(run, whole("ddp"))
 
 
 def test_where_there_is_no_tmpfs_training_goes_on(
@@ -272,4 +269,4 @@ def test_where_there_is_no_tmpfs_training_goes_on(
     (notice,) = _notices(run)
     assert "checkpoints in memory are off" in notice
     assert absent in notice
-    _require_same(run, whole("bucketed"))
+    _require_same(run, whole("ddp"))

@@ -123,7 +123,7 @@ def test_distributed_checkpoint_knows_the_state(
 
 
 def _save(rank: int, _world_size: int, path: str) -> None:
-    ours, _ = make_pair(rank, "layered", "bucketed")
+    ours, _ = make_pair(rank, "layered", "ddp")
     dcp.save(get_model_state_dict(ours), checkpoint_id=path)
 
 

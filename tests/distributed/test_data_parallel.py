@@ -105,7 +105,7 @@ def test_several_backward_passes_accumulate(
 
 
 def _fail_in_no_sync(rank: int, world_size: int) -> None:
-    ours, oracle = make_pair(rank, "layered", "bucketed")
+    ours, oracle = make_pair(rank, "layered", "ddp")
     with pytest.raises(ZeroDivisionError), ours.no_sync():
         raise ZeroDivisionError
     loss_of(ours(data(0, rank), rank)).backward()
@@ -196,7 +196,7 @@ def test_unused_parameters_are_named_with_their_ranks(rank_pool: Pools, containe
 
 def _explain_to_few(rank: int, _world_size: int) -> tuple[list[tuple[tuple[int, ...], int]], int]:
     """Explains with at most two ranks per parameter; also returns the longest message's length."""
-    ours, _ = make_pair(rank, "unused", "bucketed")
+    ours, _ = make_pair(rank, "unused", "ddp")
     loss_of(ours(data(0, rank), rank)).backward()
     lengths = []
     all_reduce = dist.all_reduce
@@ -403,7 +403,7 @@ def test_buffers_follow_the_first_rank(rank_pool: Pools) -> None:
 
 
 def _state(rank: int, _world_size: int) -> None:
-    ours, oracle = make_pair(rank, "tied", "bucketed")
+    ours, oracle = make_pair(rank, "tied", "ddp")
     assert list(ours.state_dict()) == list(oracle.state_dict())
     for value in oracle.state_dict().values():
         value.add_(1)
@@ -425,7 +425,7 @@ def _groups(rank: int, _world_size: int, as_mesh: bool) -> None:
     if as_mesh:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         with pytest.raises(Exception, match="one dimension"):
-            make_pair(rank, "layered", "bucketed", process_group=mesh)
+            make_pair(rank, "layered", "ddp", process_group=mesh)
         group = mesh["inner"]
     else:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -448,7 +448,7 @@ def test_groups_average_among_themselves(rank_pool: Pools, as_mesh: bool) -> Non
 
 
 def _unfreeze(rank: int, world_size: int) -> None:
-    ours, oracle = make_pair(rank, "frozen", "bucketed")
+    ours, oracle = make_pair(rank, "frozen", "ddp")
     optimizers = make_optimizer(ours), make_optimizer(oracle)
     for step in range(6):
         for model in (ours.module, oracle):
@@ -489,7 +489,7 @@ def test_parameters_may_be_unfrozen_in_evaluation_mode(rank_pool: Pools, contain
 
 def _freeze_for_evaluation(rank: int, world_size: int) -> None:
     """Freezes the model on rank 0 alone, to compute gradients of its input."""
-    ours, oracle = make_pair(rank, "layered", "bucketed")
+    ours, oracle = make_pair(rank, "layered", "ddp")
     if rank == 0:
         ours.eval().requires_grad_(False)
         x = data(0, rank).requires_grad_()
@@ -686,7 +686,7 @@ def test_buffers_that_were_replaced_are_followed(rank_pool: Pools) -> None:
 
 
 def _replaced_parameters(rank: int, world_size: int, way: str) -> None:
-    ours, oracle = make_pair(rank, "layered", "bucketed")
+    ours, oracle = make_pair(rank, "layered", "ddp")
     if way == "assigned":
         state = {name: value.clone() for name, value in oracle.state_dict().items()}
         ours.load_state_dict(state, assign=True)
@@ -710,7 +710,7 @@ def test_parameters_and_gradients_that_were_replaced_are_followed(
 
 
 def _converted(rank: int, _world_size: int) -> None:
-    ours, _ = make_pair(rank, "layered", "bucketed")
+    ours, _ = make_pair(rank, "layered", "ddp")
     loss_of(ours(data(0, rank), rank)).backward()
     ours.double()
     loss_of(ours(data(0, rank).double(), rank)).backward()
@@ -779,7 +779,7 @@ def test_outputs_that_are_not_found_are_synchronised_all_the_same(rank_pool: Poo
 
 def _gradient_penalty(rank: int, world_size: int) -> None:
     """Computes gradients of the input on rank 0 alone, which does not use up the weight."""
-    ours, oracle = make_pair(rank, "layered", "bucketed")
+    ours, oracle = make_pair(rank, "layered", "ddp")
     ours.set_gradient_weight([1.0, 3.0][rank])
     x = data(0, rank).requires_grad_()
     if rank == 0:
@@ -795,7 +795,7 @@ def test_gradients_of_the_input_alone_send_nothing(rank_pool: Pools) -> None:
 
 
 def _clip_and_scale(rank: int, world_size: int) -> None:
-    ours, oracle = make_pair(rank, "layered", "bucketed")
+    ours, oracle = make_pair(rank, "layered", "ddp")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizers = make_optimizer(ours), make_optimizer(oracle)
     for step in range(3):
@@ -817,18 +817,18 @@ def test_clipping_and_loss_scaling(rank_pool: Pools) -> None:
 
 
 def _refused(rank: int, _world_size: int) -> None:
-    ours, _ = make_pair(rank, "layered", "bucketed")
+    ours, _ = make_pair(rank, "layered", "ddp")
     for copy_ in (copy.deepcopy, pickle.dumps):
         with pytest.raises(Exception, match=r"copy or save its \.module"):
             copy_(ours)
     with pytest.raises(Exception, match="must not be negative"):
         ours.set_gradient_weight(-1.0)
     with pytest.raises(Exception, match="floating-point"):
-        make_pair(rank, "layered", "bucketed", reduction_dtype=torch.int32)
+        make_pair(rank, "layered", "ddp", reduction_dtype=torch.int32)
     group = dist.new_group([0])
     if rank == 1:
         with pytest.raises(Exception, match="not in the process group"):
-            make_pair(rank, "layered", "bucketed", process_group=group)
+            make_pair(rank, "layered", "ddp", process_group=group)
     with pytest.raises(Exception, match="create_graph=True"):
         loss_of(ours(data(0, rank), rank)).backward(create_graph=True)
 

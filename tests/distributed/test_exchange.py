@@ -28,7 +28,7 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
 def test_a_run_of_any_strategy_leaves_and_comes_back(
     config: RunConfig, rank_pool: Pools, tmp_path: pathlib.Path
 ) -> None:
-    first = changed(config, "first", parallel={"strategy": "fully_sharded"})
+    first = changed(config, "first", parallel={"strategy": "fsdp"})
     rank_pool(2).run(train_rank, first)
     assert (tmp_path / "first" / "tokenizer.json").read_text() == byte_tokenizer_json()
     saved = open_saved_model(first.out)
@@ -40,7 +40,7 @@ def test_a_run_of_any_strategy_leaves_and_comes_back(
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
     losses = []
-    for ranks, strategy in ((1, "bucketed"), (2, "sharded"), (2, "torch_fsdp2")):
+    for ranks, strategy in ((1, "ddp"), (2, "zero2"), (2, "torch_fsdp2")):
         again = changed(config, f"again-{strategy}", parallel={"strategy": strategy})
         import_model(tmp_path / "model", pathlib.Path(again.out))
         rank_pool(ranks).run(train_rank, again)

@@ -113,8 +113,7 @@ def _sizes(rank: int, world_size: int, container: str, size_mb: float | None) ->
 
 
 @pytest.mark.parametrize(
-    ("container", "size_mb"),
-    [*((name, None) for name in CONTAINERS), ("bucketed", 0.5), ("bucketed", 1.5)],
+    ("container", "size_mb"), [*((name, None) for name in CONTAINERS), ("ddp", 0.5), ("ddp", 1.5)]
 )
 def test_large_and_small_gradients_are_averaged_alike(
     rank_pool: Pools, container: str, size_mb: float | None
@@ -137,13 +136,13 @@ class _Complex(nn.Module):
 def _complex(rank: int, world_size: int, container: str, dtype: torch.dtype) -> None:
     ours = (
         ShardedDataParallel(_Complex(), reduction_dtype=dtype)
-        if container == "sharded"
+        if container == "zero2"
         else CONTAINERS[container](_Complex(), reduction_dtype=dtype)
     )
     given = [torch.full((3, 2), rank_ + 1 - 2j * rank_) for rank_ in range(world_size)]
     ours(given[rank]).backward()
     mean = sum(given) / world_size
-    if container == "sharded":
+    if container == "zero2":
         shards = ShardedOptimizer(ours.parameters(), torch.optim.SGD, lr=1.0)
         shards.step()
         ours.wait_for_parameters()
@@ -155,7 +154,7 @@ def _complex(rank: int, world_size: int, container: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("container", [*CONTAINERS, "sharded"])
+@pytest.mark.parametrize("container", [*CONTAINERS, "zero2"])
 def test_complex_gradients_are_averaged_in_another_dtype(
     rank_pool: Pools, container: str, dtype: torch.dtype
 ) -> None:

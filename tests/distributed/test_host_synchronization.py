@@ -56,7 +56,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     **CONTAINERS,
     "reduced": lambda module: BucketedDataParallel(module, 0.0016, reduction_dtype=torch.bfloat16),
     "wide": lambda module: BucketedDataParallel(module, 0.0016, reduction_dtype=torch.float64),
-    "sharded": lambda module: ShardedDataParallel(module, 0.0016),
+    "zero2": lambda module: ShardedDataParallel(module, 0.0016),
 }
 
 
@@ -64,7 +64,7 @@ def _step(rank: int, _world_size: int, container: str) -> None:
     ours = _WRAPPERS[container](Layered())
     optimizer = (
         ShardedOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1)
-        if container.startswith("sharded")
+        if container.startswith("zero2")
         else torch.optim.SGD(ours.parameters(), lr=0.1)
     )
     for step in range(3):
@@ -102,7 +102,7 @@ def _live_messages(rank: int, _world_size: int, container: str) -> int:
     """Returns the maximum number of live messages, counted whenever one is started."""
     gc.collect()  # A dropped container has a pending backward until it is freed.
     ours = _WRAPPERS[container](Layered())
-    bucket_class = ShardedBucket if container.startswith("sharded") else Bucket
+    bucket_class = ShardedBucket if container.startswith("zero2") else Bucket
     original = bucket_class.start
     started: list[int] = []
     waited: list[int] = []
@@ -119,7 +119,7 @@ def _live_messages(rank: int, _world_size: int, container: str) -> int:
     return max(alive)
 
 
-@pytest.mark.parametrize("container", ["reduced", "wide", "sharded"])
+@pytest.mark.parametrize("container", ["reduced", "wide", "zero2"])
 def test_two_messages_are_alive_at_most_whatever_the_host_knows_of_them(
     rank_pool: Pools, container: str
 ) -> None:

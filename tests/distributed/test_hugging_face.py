@@ -48,7 +48,7 @@ def test_ranks_train_it_like_one_process(
     config = _of(config, tmp_path / name)
     rank_pool(1).run(train_rank, config)
     assert losses_of(config)[-1] < losses_of(config)[0]
-    for strategy in ("bucketed", "sharded", "fully_sharded", "torch_fsdp2"):
+    for strategy in ("ddp", "zero2", "fsdp", "torch_fsdp2"):
         shared = changed(config, strategy, parallel={"strategy": strategy})
         rank_pool(2).run(train_rank, shared)
         np.testing.assert_allclose(losses_of(shared), losses_of(config), rtol=1e-5)

@@ -123,7 +123,7 @@ def test_after_evaluation_nothing_stays_gathered(config: RunConfig, rank_pool: P
     run = changed(
         config,
         "evaluated",
-        parallel={"pipeline": 2, "strategy": "fully_sharded"},
+        parallel={"pipeline": 2, "strategy": "fsdp"},
         training={"steps": 7, "batch_size": 8},
         evaluation={"sequences": 8},
     )

@@ -100,13 +100,13 @@ def _memory(
 @pytest.mark.parametrize(
     ("strategy", "precision", "checkpointing", "attention"),
     [
-        pytest.param("bucketed", "float32", "none", "sdpa", marks=pytest.mark.slow),
+        pytest.param("ddp", "float32", "none", "sdpa", marks=pytest.mark.slow),
         pytest.param("torch_ddp", "bfloat16", "none", "sdpa", marks=pytest.mark.slow),
-        pytest.param("sharded", "float32", "full", "sdpa", marks=pytest.mark.slow),
-        ("fully_sharded", "float32", "none", "sdpa"),
+        pytest.param("zero2", "float32", "full", "sdpa", marks=pytest.mark.slow),
+        ("fsdp", "float32", "none", "sdpa"),
         pytest.param("none", "float32", "none", "naive", marks=pytest.mark.slow),
-        pytest.param("sharded", "float32", "none", "sdpa", marks=pytest.mark.slow),
-        pytest.param("fully_sharded", "float32", "full", "sdpa", marks=pytest.mark.slow),
+        pytest.param("zero2", "float32", "none", "sdpa", marks=pytest.mark.slow),
+        pytest.param("fsdp", "float32", "full", "sdpa", marks=pytest.mark.slow),
         pytest.param("torch_fsdp2", "float32", "none", "sdpa", marks=pytest.mark.slow),
     ],
 )

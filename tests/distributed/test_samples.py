@@ -13,7 +13,7 @@ Pools = Callable[[int], RankPool]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["bucketed", "fully_sharded", "torch_ddp", "torch_fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "torch_ddp", "torch_fsdp2"])
 def test_samples_leave_training_as_it_is(
     tmp_path: pathlib.Path, rank_pool: Pools, strategy: str
 ) -> None:

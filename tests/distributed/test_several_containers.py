@@ -16,10 +16,8 @@ Pools = Callable[[int], RankPool]
 
 _WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     **CONTAINERS,
-    "reduced": lambda module, **kw: CONTAINERS["bucketed"](
-        module, reduction_dtype=torch.bfloat16, **kw
-    ),
-    "sharded": lambda module, **kw: ShardedDataParallel(module, 0.0016, **kw),
+    "reduced": lambda module, **kw: CONTAINERS["ddp"](module, reduction_dtype=torch.bfloat16, **kw),
+    "zero2": lambda module, **kw: ShardedDataParallel(module, 0.0016, **kw),
 }
 
 
@@ -38,7 +36,7 @@ def _towers(rank: int, _world_size: int, container: str, own_groups: bool) -> No
     sum(loss_of(output) for output in outputs).backward()
     for tower, oracle in zip(towers, oracles, strict=True):
         (sum(loss_of(oracle(data(0, other), other)) for other in range(2)) / 2).backward()
-        if container == "sharded":
+        if container == "zero2":
             expected = nn.utils.get_total_norm(
                 [p.grad for p in oracle.parameters() if p.grad is not None]
             )
@@ -59,7 +57,7 @@ def test_ranks_may_reach_containers_with_groups_of_their_own_in_any_order(
     rank_pool(2).run(_towers, container, True)
 
 
-@pytest.mark.parametrize("container", ["bucketed", "sharded"])
+@pytest.mark.parametrize("container", ["ddp", "zero2"])
 def test_containers_that_share_a_group_are_averaged_in_one_pass(
     rank_pool: Pools, container: str
 ) -> None:

@@ -162,7 +162,7 @@ def _under_container(rank: int, world_size: int, model: str, container: str) -> 
             torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("container", ["naive", "flat", "overlapped", "bucketed"])
+@pytest.mark.parametrize("container", ["naive", "flat", "overlapped", "ddp"])
 @pytest.mark.parametrize("model", ["layered", "tied", "frozen", "unused", "unused_on_one_rank"])
 def test_works_with_every_container(rank_pool: Pools, model: str, container: str) -> None:
     rank_pool(2).run(_under_container, model, container)
@@ -667,9 +667,9 @@ def test_estimates_over_a_whole_group_are_refused_by_name(rank_pool: Pools) -> N
 
 def _make_wrapped(kind: str, seed: int) -> tuple[nn.Module, ShardedOptimizer]:
     model = _model(seed)
-    if kind == "sharded":
+    if kind == "zero2":
         model = ShardedDataParallel(model, 0.0016)
-    elif kind == "bucketed":
+    elif kind == "ddp":
         model = BucketedDataParallel(model)
     return model, ShardedOptimizer(model.parameters(), AdamW, **ADAMW)
 
@@ -713,7 +713,7 @@ def _continue_by_torch(_rank: int, _world_size: int, kind: str, full: bool, path
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "bucketed", "sharded"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "zero2"])
 def test_torchs_checkpoint_functions_take_the_optimizer(
     rank_pool: Pools, tmp_path: pathlib.Path, kind: str, full: bool
 ) -> None:

@@ -60,9 +60,9 @@ def test_every_strategy_trains_as_one_process_and_tells_its_messages(
     num_messages = rank_pool(2).run(_train, name)[0]
     expected = {"none": 0, "naive": 5, "flat": 1, "overlapped": 5}
     # One message per layer; FSDP2 sends one for a model without a module list.
-    expected |= {"fully_sharded": 3, "torch_fsdp2": 1}
+    expected |= {"fsdp": 3, "torch_fsdp2": 1}
     assert num_messages == expected.get(name, num_messages)
-    assert name not in ("bucketed", "sharded") or num_messages > 1
+    assert name not in ("ddp", "zero2") or num_messages > 1
 
 
 class _Blocks(nn.Module):

@@ -93,10 +93,7 @@ def alone(config: RunConfig, rank_pool: Pools) -> list[float]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "strategy",
-    ["bucketed", "sharded_optimizer", "sharded", "fully_sharded", "torch_ddp", "torch_fsdp2"],
-)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "torch_ddp", "torch_fsdp2"])
 def test_any_strategy_trains_like_one_process(
     config: RunConfig, rank_pool: Pools, alone: list[float], strategy: str
 ) -> None:
@@ -125,14 +122,14 @@ def test_uneven_parts_of_a_batch_count_by_their_tokens(config: RunConfig, rank_p
         config,
         "uneven",
         training={"batch_size": 7, "micro_batch_size": 1},
-        parallel={"strategy": "fully_sharded"},
+        parallel={"strategy": "fsdp"},
     )
     rank_pool(3).run(_train, uneven)
     np.testing.assert_allclose(_losses(uneven), _losses(even), rtol=1e-5)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded", "torch_ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "torch_ddp"])
 def test_a_run_that_goes_on_is_equal_to_the_bit(
     config: RunConfig, rank_pool: Pools, strategy: str
 ) -> None:
@@ -162,7 +159,7 @@ def test_other_ranks_and_strategies_go_on(
     expected = _with(config, "expected", schedule={"name": "constant"})
     rank_pool(1).run(_train, expected)
     rank_pool(2).run(_train, moved)
-    for ranks, strategy, steps in ((3, "sharded", 4), (2, "fully_sharded", 5), (1, "bucketed", 6)):
+    for ranks, strategy, steps in ((3, "zero2", 4), (2, "fsdp", 5), (1, "ddp", 6)):
         moved = dataclasses.replace(
             moved,
             parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
@@ -214,15 +211,13 @@ def test_what_cannot_be_trained_is_named(config: RunConfig, rank_pool: Pools) ->
     with pytest.raises(RankError, match="muon needs whole matrices"):
         rank_pool(2).run(
             _train,
-            _with(
-                config, "split", optimizer={"name": "muon"}, parallel={"strategy": "fully_sharded"}
-            ),
+            _with(config, "split", optimizer={"name": "muon"}, parallel={"strategy": "fsdp"}),
         )
     with pytest.raises(RankError, match="3 ranks without a sequence"):
         rank_pool(3).run(_train, _with(config, "few", training={"batch_size": 2}))
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "fully_sharded", "torch_fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "torch_fsdp2"])
 def test_a_run_that_diverges_says_where_and_keeps_its_state(
     config: RunConfig, rank_pool: Pools, strategy: str
 ) -> None:

@@ -23,16 +23,16 @@ Layout = Mapping[str, Any]
 STEPS = 4
 
 TENSOR: Layout = {"tensor": 2, "sequence_parallel": True}
-CONTEXT: Layout = {"context": 2, "strategy": "fully_sharded"}
+CONTEXT: Layout = {"context": 2, "strategy": "fsdp"}
 PIPELINE: Layout = {"pipeline": 2}
 WIDE: dict[str, Layout] = {
-    "tensor, shards": {"tensor": 2, "sequence_parallel": True, "strategy": "fully_sharded"},
+    "tensor, shards": {"tensor": 2, "sequence_parallel": True, "strategy": "fsdp"},
     "tensor, replicas": {"tensor": 2},
     "context, tensor": {"context": 2, "tensor": 2},
-    "context, ZeRO-2": {"context": 2, "strategy": "sharded"},
-    "replicas of shards": {"replicate": 2, "strategy": "fully_sharded"},
+    "context, ZeRO-2": {"context": 2, "strategy": "zero2"},
+    "replicas of shards": {"replicate": 2, "strategy": "fsdp"},
     "pipeline, tensor": {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
-    "pipeline, shards": {"pipeline": 2, "strategy": "fully_sharded"},
+    "pipeline, shards": {"pipeline": 2, "strategy": "fsdp"},
     "pipeline, replicas": {"pipeline": 2},
     "pipeline, context": {"pipeline": 2, "context": 2},
     "interleaved, tensor": {"pipeline": 2, "interleave": 2, "tensor": 2},
@@ -118,7 +118,7 @@ SAVED: dict[str, tuple[Layout, int]] = {
     "tensor": (TENSOR, 2),
     "stages": (PIPELINE, 2),
     "context": (CONTEXT, 2),
-    "fully-sharded": ({"strategy": "fully_sharded"}, 2),
+    "fsdp": ({"strategy": "fsdp"}, 2),
     "stages-tensor": (WIDE["interleaved, tensor"], 4),
     "tensor-shards": (WIDE["tensor, shards"], 4),
 }
@@ -126,7 +126,7 @@ SAVED: dict[str, tuple[Layout, int]] = {
 PAIRS = [
     pytest.param(*pair, marks=() if pair == ("stages", "tensor") else pytest.mark.slow)
     for pair in itertools.product(SAVED, repeat=2)
-    if "tensor-shards" not in pair or set(pair) <= {"tensor-shards", "fully-sharded", "context"}
+    if "tensor-shards" not in pair or set(pair) <= {"tensor-shards", "fsdp", "context"}
 ]
 
 
@@ -201,16 +201,13 @@ def test_what_cannot_run_is_refused_with_the_reason(config: RunConfig) -> None:
         "tensor 4 does not divide 2 key-value heads": ({"tensor": 4}, 4),
         "need 4 ranks, but 6 is not a multiple": ({"tensor": 2, "pipeline": 2}, 6),
         "pipeline 4 needs at least as many micro-batches, and a step has 2": (
-            {"pipeline": 4, "strategy": "fully_sharded"},
+            {"pipeline": 4, "strategy": "fsdp"},
             8,
         ),
-        "ZeRO-1 runs only with data parallelism alone": (
-            {"tensor": 2, "strategy": "sharded_optimizer"},
-            4,
-        ),
+        "ZeRO-1 runs only with data parallelism alone": ({"tensor": 2, "strategy": "zero1"}, 4),
         "interleave without a pipeline": ({"interleave": 2}, 2),
         "replicate 2 leaves no ranks to shard parameters over": (
-            {"replicate": 2, "strategy": "fully_sharded"},
+            {"replicate": 2, "strategy": "fsdp"},
             2,
         ),
         "8 stages .pipeline 4 with interleave 2. need a block each, and the model has 4 layers": (

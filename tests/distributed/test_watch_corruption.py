@@ -62,7 +62,7 @@ def test_nothing_damaged_is_saved(config: RunConfig, rank_pool: Pools) -> None:
     assert not list_checkpoints(pathlib.Path(late.out) / "checkpoints")
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded", "torch_fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "torch_fsdp2"])
 @pytest.mark.parametrize("where", ["weights", "state"])
 def test_at_rest_a_rank_names_itself(
     config: RunConfig, rank_pool: Pools, strategy: str, where: Any
@@ -79,7 +79,7 @@ def test_at_rest_a_rank_names_itself(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_rolled_back_a_run_is_as_if_nothing_had_happened(
     config: RunConfig, rank_pool: Pools, strategy: str
 ) -> None:

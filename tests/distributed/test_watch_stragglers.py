@@ -19,7 +19,7 @@ STEP_S = 0.06
 
 
 @pytest.mark.slow  # Compares times, which other tests on the same cores disturb.
-@pytest.mark.parametrize("strategy", ["bucketed", "sharded", "fully_sharded"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_the_slow_rank_is_named_within_ten_steps(
     tmp_path: pathlib.Path, rank_pool: Pools, strategy: str
 ) -> None:

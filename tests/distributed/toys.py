@@ -154,7 +154,7 @@ CONTAINERS: dict[str, Callable[..., nn.Module]] = {
     "naive": NaiveDataParallel,
     "flat": FlatDataParallel,
     "overlapped": OverlappedDataParallel,
-    "bucketed": lambda module, **kw: BucketedDataParallel(module, 0.0016, **kw),
+    "ddp": lambda module, **kw: BucketedDataParallel(module, 0.0016, **kw),
     "one_bucket": lambda module, **kw: BucketedDataParallel(module, None, **kw),
 }
 

@@ -27,12 +27,12 @@ def test_a_prediction_joins_its_measurement(tmp_path: pathlib.Path) -> None:
         *("engine", "collective", "contention"),
     }
     assert all(record.case["world_size"] == 2 for record in measured)
-    strategies = ["--strategies", "none", "flat", "bucketed"]
+    strategies = ["--strategies", "none", "flat", "ddp"]
     batch = ["--model", "bytes-6M", "--batch", "1", "--context", "32"]
     store = ["--store", "steps.jsonl"]
     question = ["plan", "step", "--calibration", "machine.jsonl", *batch, *strategies, *store]
     predicted = run(PACELINE, *question, "--json", cwd=tmp_path)
-    assert [record.case["strategy"] for record in predicted] == ["none", "flat", "bucketed"]
+    assert [record.case["strategy"] for record in predicted] == ["none", "flat", "ddp"]
     rounds = ["--warmup", "1", "--rounds", "2", "--device", "cpu"]
     steps = run(
         PACELINE, "bench", "ddp", *batch, *strategies, *rounds, *store, "--json", cwd=tmp_path

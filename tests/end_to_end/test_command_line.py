@@ -232,7 +232,7 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     assert "B > 25,302 tokens, 395 per device" in text
     lines = paceline("plan", "account", "--json", cwd=tmp_path).stdout.splitlines()
     assert [json.loads(line)["question"][:3] for line in lines] == ["(a)", "(b)", "(c)", "(d)"]
-    memory = ["--model", "large", "--strategy", "sharded", "--device", "h100-sxm"]
+    memory = ["--model", "large", "--strategy", "zero2", "--device", "h100-sxm"]
     (line,) = paceline("plan", "memory", *memory, "--json", cwd=tmp_path).stdout.splitlines()
     verdict, *_ = paceline(
         *("plan", "memory", "--num-layers", "2", "--device", "rtx-3090"), cwd=tmp_path
@@ -265,8 +265,8 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
         (["plan", "account", "--model", "small"], 2, "such as xxl"),
         (["plan", "memory", "--device", "h100"], 2, "unknown hardware 'h100'"),
         (["plan", "memory", "--device", "h200"], 2, "did you mean 'h200-sxm'?"),
-        (["plan", "memory", "--strategy", "zero2"], 2, "did you mean 'sharded' (ZeRO-2)?"),
-        (["bench", "ddp", "--strategies", "zero-3"], 2, "did you mean 'fully_sharded' (ZeRO-3)?"),
+        (["plan", "memory", "--strategy", "zero2"], 2, "did you mean 'zero2' (ZeRO-2)?"),
+        (["bench", "ddp", "--strategies", "zero-3"], 2, "did you mean 'fsdp' (ZeRO-3)?"),
         (["plan", "overhead", *LINK, "--latency", "0s"], 2, "--latency must be positive"),
         (["plan", "overhead", *LINK, "--latency", "1"], 2, "write it like 5ms"),
         (

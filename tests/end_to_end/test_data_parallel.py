@@ -14,7 +14,7 @@ SMALL = [
 
 
 def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
-    strategies = ["--strategies", "torch_ddp", "none", "naive", "flat", "overlapped", "bucketed"]
+    strategies = ["--strategies", "torch_ddp", "none", "naive", "flat", "overlapped", "ddp"]
     sizes = ["--bucket-size-mb", "0.1", "auto"]
     records = run(str(BIN / "paceline"), *SMALL, *strategies, *sizes, cwd=tmp_path)
     measured = by_kind(records, "ddp")
@@ -24,8 +24,8 @@ def test_on_ranks_of_its_own(tmp_path: pathlib.Path) -> None:
         ("naive", None),
         ("flat", None),
         ("overlapped", None),
-        ("bucketed", 0.1),
-        ("bucketed", "auto"),
+        ("ddp", 0.1),
+        ("ddp", "auto"),
     ]
     for record in measured:
         assert record.outcome == "ok"

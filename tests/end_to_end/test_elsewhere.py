@@ -20,8 +20,8 @@ def _losses(*command: str) -> list[str]:
     [
         ("plain_torch", ()),
         ("lightning_module", ()),
-        pytest.param("lightning_module", ("--strategy", "sharded"), marks=pytest.mark.slow),
-        ("hugging_face", ("--strategy", "sharded")),
+        pytest.param("lightning_module", ("--strategy", "zero2"), marks=pytest.mark.slow),
+        ("hugging_face", ("--strategy", "zero2")),
         pytest.param("hugging_face", (), marks=pytest.mark.slow),
         pytest.param("hugging_face", ("--strategy", "torch_fsdp2"), marks=pytest.mark.slow),
     ],

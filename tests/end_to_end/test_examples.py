@@ -89,10 +89,7 @@ def test_long_context() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategies",
-    [
-        ("bucketed", "fully_sharded"),
-        pytest.param(get_args(StrategyName)[1:], marks=pytest.mark.slow),
-    ],
+    [("ddp", "fsdp"), pytest.param(get_args(StrategyName)[1:], marks=pytest.mark.slow)],
 )
 def test_any_strategy_gives_the_same_losses(strategies: tuple[StrategyName, ...]) -> None:
     def losses(chosen: list[StrategyName], *options: str) -> set[str]:

@@ -18,8 +18,8 @@ LAYOUTS = {
     "tensor over hosts": ("tensor=4",),
     "tensor, pipeline between hosts": ("tensor=2", "pipeline=2"),
     "four stages": ("pipeline=4",),
-    "context, ZeRO-3": ("context=2", 'strategy="fully_sharded"'),
-    "replicas of shards": ("replicate=2", 'strategy="fully_sharded"'),
+    "context, ZeRO-3": ("context=2", 'strategy="fsdp"'),
+    "replicas of shards": ("replicate=2", 'strategy="fsdp"'),
     "pipeline, context": ("pipeline=2", "context=2"),
 }
 

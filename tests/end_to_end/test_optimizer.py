@@ -31,7 +31,7 @@ def _by_strategy(records: list[Record]) -> dict[object, Record]:
 
 @pytest.mark.slow
 def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
-    names = ("torch_ddp", "torch_zero", "sharded_optimizer", "sharded", "fully_sharded")
+    names = ("torch_ddp", "torch_zero", "zero1", "zero2", "fsdp")
     names += ("torch_fsdp2",)
     records = run(str(BIN / "paceline"), *SMALL, "--strategies", *names, cwd=tmp_path)
     measured = _by_strategy(by_kind(records, "optimizer"))
@@ -53,25 +53,25 @@ def test_every_byte_is_where_it_should_be(tmp_path: pathlib.Path) -> None:
         *(4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS + 4 * TENSORS, BUFFERS)
     ]
     # Each of two ranks has half of the moments, and step counters for its own tensors.
-    flat = _bytes(measured["sharded_optimizer"], "before_step")
+    flat = _bytes(measured["zero1"], "before_step")
     assert flat[:2] == [4 * PARAMETERS, 4 * (PARAMETERS + TENSORS)]
     assert 0 < flat[2] - 4 * PARAMETERS <= 4 * TENSORS
     assert flat[3] == BUFFERS
-    halves = _bytes(measured["sharded"], "before_step")
+    halves = _bytes(measured["zero2"], "before_step")
     assert halves[:2] == [4 * PARAMETERS, 2 * PARAMETERS]
-    for name in ("fully_sharded", "torch_fsdp2"):
+    for name in ("fsdp", "torch_fsdp2"):
         shards = _bytes(measured[name], "before_step")
         assert shards[0] == 2 * PARAMETERS
         assert shards[2] == 4 * PARAMETERS + 4 * TENSORS
-        # fully_sharded appends, per tensor, how many ranks had a gradient.
+        # fsdp appends, per tensor, how many ranks had a gradient.
         numbers = shards[1] - 2 * PARAMETERS
-        assert 4 * TENSORS <= numbers <= 16 * TENSORS if name == "fully_sharded" else not numbers
+        assert 4 * TENSORS <= numbers <= 16 * TENSORS if name == "fsdp" else not numbers
         assert _bytes(measured[name], "after_init")[0] == 2 * PARAMETERS
 
 
 @pytest.mark.slow
 def test_predictions_stand_beside_what_they_predict(tmp_path: pathlib.Path) -> None:
-    names = ("none", "bucketed", "torch_ddp", "torch_zero", "sharded_optimizer")
+    names = ("none", "ddp", "torch_ddp", "torch_zero", "zero1")
     records = run(str(BIN / "paceline"), *SMALL, "--strategies", *names, cwd=tmp_path)
     measured = {join_key(record): record for record in by_kind(records, "optimizer")}
     predicted = by_kind(records, "prediction")
@@ -88,7 +88,7 @@ def test_predictions_stand_beside_what_they_predict(tmp_path: pathlib.Path) -> N
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: pathlib.Path) -> None:
-    two = ["--strategies", "torch_ddp", "sharded"]
+    two = ["--strategies", "torch_ddp", "zero2"]
     records = run(*TORCHRUN, *SMALL, *two, cwd=tmp_path)
     assert len(by_kind(records, "optimizer")) == 2
     assert all(record.case["world_size"] == 2 for record in records)

@@ -38,9 +38,7 @@ def test_strategies_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
     )
     timelines = by_kind(records, "timeline")
     assert [(r.case["strategy"], r.case["rank"]) for r in timelines] == [
-        (strategy, rank)
-        for strategy in ("naive", "flat", "overlapped", "bucketed")
-        for rank in (0, 1)
+        (strategy, rank) for strategy in ("naive", "flat", "overlapped", "ddp") for rank in (0, 1)
     ]
     _require_parts(records)
     assert len(by_kind(records, "prediction")) == 4

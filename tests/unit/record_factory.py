@@ -151,9 +151,9 @@ def optimizer_record(
 
 MEASURED_MEMORY = [
     optimizer_record("torch_ddp", (40, 40, 80, 5, 35)),
-    optimizer_record("sharded_optimizer", (40, 40, 40, 5, 35)),
+    optimizer_record("zero1", (40, 40, 40, 5, 35)),
 ]
-PREDICTED_MEMORY = optimizer_record("sharded_optimizer", (40, 40, 40, 5, 27), is_prediction=True)
+PREDICTED_MEMORY = optimizer_record("zero1", (40, 40, 40, 5, 27), is_prediction=True)
 
 
 def memory_record(**case: Any) -> Record:

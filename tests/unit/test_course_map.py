@@ -152,7 +152,7 @@ def _torch_compile() -> list[str]:
     }
     exposed, messages = (
         {
-            kind: _ms("ddp-compile", metric, strategy="bucketed", compile=kind)
+            kind: _ms("ddp-compile", metric, strategy="ddp", compile=kind)
             for kind in ("blocks", "whole")
         }
         for metric in ("exposed_communication_s", "communication_s")
@@ -208,8 +208,8 @@ def _communication() -> list[str]:
 
 def _bucketed() -> list[str]:
     caps = (1.0, 10.0, 100.0, 1000.0)
-    steps = [_step("bucketed", bucket_size_mb=cap) for cap in caps]
-    ours = sorted(int(_exposed("bucketed", bucket_size_mb=cap)) for cap in caps)
+    steps = [_step("ddp", bucket_size_mb=cap) for cap in caps]
+    ours = sorted(int(_exposed("ddp", bucket_size_mb=cap)) for cap in caps)
     torchs = [_exposed("torch_ddp", bucket_size_mb=cap) for cap in caps]
     return [
         f"{_listed(steps)} ms at 1, 10, 100 and 1000 MiB",
@@ -224,7 +224,7 @@ def _sharding() -> list[str]:
             format_binary_bytes(_value("sharding-memory", f"peak_{instant}_bytes", strategy=name))
             for instant in ("after_init", "before_step", "after_step")
         ]
-        for name in ("torch_ddp", "sharded_optimizer")
+        for name in ("torch_ddp", "zero1")
     )
     xl = [
         step_memory(
@@ -234,16 +234,12 @@ def _sharding() -> list[str]:
             name,
             2,
         )["after_step"].total
-        for name in ("torch_ddp", "sharded_optimizer")
+        for name in ("torch_ddp", "zero1")
     ]
     steps = [
-        _ms("sharding-memory", "step_time_s", strategy=name)
-        for name in ("torch_ddp", "sharded_optimizer")
+        _ms("sharding-memory", "step_time_s", strategy=name) for name in ("torch_ddp", "zero1")
     ]
-    slow = [
-        _ms("sharding-1gbit", "step_time_s", strategy=name)
-        for name in ("sharded_optimizer", "torch_zero")
-    ]
+    slow = [_ms("sharding-1gbit", "step_time_s", strategy=name) for name in ("zero1", "torch_zero")]
     assert without[0] == with_it[0]
     bare = [text.removesuffix(" GiB") for text in with_it]
     return [
@@ -259,11 +255,10 @@ def _sharding() -> list[str]:
 def _fsdp() -> list[str]:
     plain, divided = (
         format_binary_bytes(_value("sharding-memory", "peak_before_step_bytes", strategy=name))
-        for name in ("torch_ddp", "fully_sharded")
+        for name in ("torch_ddp", "fsdp")
     )
     ours, torchs = (
-        _ms("sharding-1gbit", "step_time_s", strategy=name)
-        for name in ("fully_sharded", "torch_fsdp2")
+        _ms("sharding-1gbit", "step_time_s", strategy=name) for name in ("fsdp", "torch_fsdp2")
     )
     return [
         f"peaks at {divided} instead of {plain.removesuffix(' GiB')}",

@@ -332,7 +332,7 @@ AUTO_WARMUP = 5
 class StrategySweep(RankSweep):
     """Options of every measurement of strategies."""
 
-    strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed")
+    strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "ddp")
     """Data-parallel strategies to compare; ratios are relative to the first one."""
     model: tuple[ModelName, ...] = ("small",)
     """Model presets to measure."""
@@ -370,7 +370,7 @@ class DataParallelSweep(StrategySweep):
     """Time training steps under several data-parallel strategies, interleaved on the same ranks."""
 
     bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
-    """Bucket sizes in MiB, for the strategies that have buckets; auto is only for bucketed."""
+    """Bucket sizes in MiB, for the strategies that have buckets; auto is only for ddp."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False
@@ -395,7 +395,7 @@ class DataParallelSweep(StrategySweep):
         for strategy in self.strategies:
             has_buckets = strategy in BUCKET_STRATEGIES
             for size in self.bucket_size_mb if has_buckets else (None,):
-                if size != "auto" or strategy == "bucketed":
+                if size != "auto" or strategy == "ddp":
                     yield Variant(strategy=strategy, bucket_size_mb=size)
 
     def cases(self) -> Iterator[DataParallelCase]:
@@ -483,9 +483,9 @@ class OptimizerSweep(StrategySweep):
     strategies: tuple[StrategyChoice, ...] = (
         "torch_ddp",
         "torch_zero",
-        "sharded_optimizer",
-        "sharded",
-        "fully_sharded",
+        "zero1",
+        "zero2",
+        "fsdp",
         "torch_fsdp2",
     )
     """Strategies to measure, one after the other; a rank never holds two models."""

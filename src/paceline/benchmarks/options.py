@@ -38,7 +38,7 @@ def listed(
 ModelName = Annotated[str, listed(preset_names(), preset_spelling)]
 """A preset's name; a misspelt one gets a suggestion, which fixed choices would not give."""
 StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
-"""A strategy's name, also with suggestions; zero2 means sharded."""
+"""A strategy's name, also with suggestions; names of earlier versions are accepted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

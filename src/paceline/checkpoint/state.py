@@ -206,7 +206,7 @@ def _require_supported(optimizer: Optimizer) -> None:
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
         raise CheckpointError(
             "torch's ZeroRedundancyOptimizer keeps its state where a checkpoint cannot reach it; "
-            "use the strategy 'sharded_optimizer'"
+            "use the strategy 'zero1'"
         )
 
 

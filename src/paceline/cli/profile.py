@@ -39,7 +39,7 @@ class ProfileDdpCommand:
     """Directory to write to; ranks on several hosts must share it."""
     sweep: Flat[DataParallelSweep] = dataclasses.field(
         default_factory=lambda: DataParallelSweep(
-            strategies=("naive", "flat", "overlapped", "bucketed"), rounds=5
+            strategies=("naive", "flat", "overlapped", "ddp"), rounds=5
         )
     )
     output: Flat[OutputOptions]

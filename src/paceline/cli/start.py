@@ -19,7 +19,7 @@ _GOALS = (
     ("know which layout is fastest", "paceline plan search --model llama3-70B --devices 64"),
     ("know whether a model fits in memory", "paceline plan memory --model large --device h100-sxm"),
     ("find out why a step is slow", "paceline profile step --model small --out profile"),
-    ("compare DDP, ZeRO and FSDP", "paceline bench ddp --strategies torch_ddp bucketed sharded"),
+    ("compare DDP, ZeRO and FSDP", "paceline bench ddp --strategies torch_ddp ddp zero2"),
     ("know how large a model to train", "paceline scaling fit runs.jsonl --budgets 1e20"),
     ("know what failures cost at scale", "paceline plan goodput --devices 16384"),
     ("check this machine", "paceline env --self-test"),

@@ -1,5 +1,6 @@
 """Names of the data-parallel strategies, which keep the ranks' weights equal; of collectives."""
 
+import re
 from typing import Literal, cast, get_args
 
 from paceline.core.errors import UsageError, did_you_mean
@@ -10,38 +11,47 @@ StrategyName = Literal[
     "naive",
     "flat",
     "overlapped",
-    "bucketed",
+    "ddp",
     "torch_ddp",
-    "sharded_optimizer",
+    "zero1",
     "torch_zero",
-    "sharded",
-    "fully_sharded",
+    "zero2",
+    "fsdp",
     "torch_fsdp2",
 ]
 
-SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fully_sharded", "torch_fsdp2")
+SHARDED_PARAMETERS: tuple[StrategyName, ...] = ("fsdp", "torch_fsdp2")
 """Strategies that shard parameters, gradients and optimizer state: ZeRO-3."""
 
-SHARDED_GRADIENTS: tuple[StrategyName, ...] = ("sharded", *SHARDED_PARAMETERS)
+SHARDED_GRADIENTS: tuple[StrategyName, ...] = ("zero2", *SHARDED_PARAMETERS)
 """Strategies that shard gradients and optimizer state: ZeRO-2 and ZeRO-3."""
 
-SHARDED_STATE: tuple[StrategyName, ...] = ("sharded_optimizer", "torch_zero", *SHARDED_GRADIENTS)
+SHARDED_STATE: tuple[StrategyName, ...] = ("zero1", "torch_zero", *SHARDED_GRADIENTS)
 """Strategies that shard the optimizer state: ZeRO-1, ZeRO-2 and ZeRO-3."""
 
-BUCKET_STRATEGIES: tuple[StrategyName, ...] = ("bucketed", "torch_ddp", "sharded")
+BUCKET_STRATEGIES: tuple[StrategyName, ...] = ("ddp", "torch_ddp", "zero2")
 """Strategies that the bucket size affects."""
 
-_ALIASES = {
-    "ddp": "'torch_ddp' or our 'bucketed'",
-    "zero1": "'sharded_optimizer' (ZeRO-1)",
-    "zero2": "'sharded' (ZeRO-2)",
-    "zero3": "'fully_sharded' (ZeRO-3)",
-    "fsdp": "'fully_sharded' or 'torch_fsdp2'",
+FORMER_NAMES: dict[str, StrategyName] = {
+    "bucketed": "ddp",
+    "sharded_optimizer": "zero1",
+    "sharded": "zero2",
+    "fully_sharded": "fsdp",
+}
+"""Names of earlier versions, which configs, flags and files may still have."""
+
+_HINTS = {
+    "zero3": "'fsdp' or 'torch_fsdp2'",
     "fsdp2": "'torch_fsdp2'",
-    "shardedperbucket": "'sharded', or 'fully_sharded' for less memory",
+    "shardedperbucket": "'zero2', or 'fsdp' for less memory",
     "torchzeroview": "'torch_zero'",
 }
-"""Names of the strategies elsewhere and in earlier versions, for the hint on an unknown name."""
+"""Other names of strategies, and of removed ones, for the hint on an unknown name."""
+
+_FORMER_IN_JSON = re.compile(
+    rb'("(?:strategy|container|operation|subject|baseline)" ?: ?"(?:[^"]*[ ,])?)'
+    rb'(bucketed|sharded_optimizer|sharded|fully_sharded)"'
+)
 
 BucketSize = float | Literal["auto"]
 """Bucket size in MiB; auto lets the container choose, if it can."""
@@ -60,13 +70,25 @@ def sharding_of(strategy: StrategyName) -> Sharding:
 
 
 def find_strategy(name: str) -> StrategyName:
-    """Returns a strategy by name; the error for an unknown name suggests the closest one."""
+    """Returns a strategy by its name or former name; an error suggests the closest one."""
     known: tuple[str, ...] = get_args(StrategyName)
+    name = FORMER_NAMES.get(name, name)
     if name in known:
         return cast(StrategyName, name)
-    alias = _ALIASES.get(name.lower().replace("-", "").replace("_", ""))
-    hint = did_you_mean(name, known) if alias is None else f"did you mean {alias}? "
+    meant = _HINTS.get(name.lower().replace("-", "").replace("_", ""))
+    hint = did_you_mean(name, known) if meant is None else f"did you mean {meant}? "
     raise UsageError(f"unknown strategy {name!r}; {hint}known: {', '.join(known)}")
+
+
+def with_current_names(document: bytes) -> bytes:
+    """Returns JSON with today's strategy names in the fields that name one.
+
+    Records, plans and outcomes of earlier versions have the former names, also as the last word of
+    a label, such as ``"2 ranks, bucketed"``.
+    """
+    return _FORMER_IN_JSON.sub(
+        lambda found: found[1] + FORMER_NAMES[found[2].decode()].encode() + b'"', document
+    )
 
 
 def require_unscaled(strategies: tuple[StrategyName, ...], precision: str) -> None:

@@ -40,8 +40,8 @@ _CONTEXTS = (128, 256, 512)
 _ZERO_STAGES: dict[StrategyName, tuple[str, str, str]] = {
     BASELINE: ("nothing", "all-reduce", "2 Ψ"),
     SHARDED: ("optimizer state (ZeRO-1)", "all-reduce, then all-gather", "3 Ψ"),
-    "sharded": ("gradients too (ZeRO-2)", "reduce-scatter, then all-gather", "2 Ψ"),
-    "fully_sharded": ("parameters too (ZeRO-3)", "reduce-scatter, all-gather twice", "3 Ψ"),
+    "zero2": ("gradients too (ZeRO-2)", "reduce-scatter, then all-gather", "2 Ψ"),
+    "fsdp": ("parameters too (ZeRO-3)", "reduce-scatter, all-gather twice", "3 Ψ"),
 }
 _OVERHEAD_INPUTS = {
     "gradient_bytes": "total_bytes",

@@ -30,7 +30,7 @@ from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.table import records_table
 
 BASELINE: StrategyName = "torch_ddp"
-SHARDED: StrategyName = "sharded_optimizer"
+SHARDED: StrategyName = "zero1"
 _SAME_SIZE = 0.01
 """Relative tolerance for the sizes of a fit, which are rounded to whole elements per rank."""
 _FITTED = ("device", "hardware", "num_hosts", "backend", "dtype", *LINK_SHAPE)
@@ -165,7 +165,7 @@ def flat_step(record_set: RecordSet) -> Iterator[Answer]:
 
 def best_bucket(record_set: RecordSet) -> Iterator[Answer]:
     """Yields the gain of overlapping communication with backward, per parameter and per bucket."""
-    for group in strategy_groups(record_set, "bucketed"):
+    for group in strategy_groups(record_set, "ddp"):
         shown = of_strategies(group, *STRATEGIES)
         predictions = _predictions(record_set, group[0])
         sizes = {record.case["bucket_size_mb"] for record in shown} - {None, "auto"}
@@ -191,7 +191,7 @@ def _predictions(record_set: RecordSet, step: Record) -> list[Record]:
 
 def _overlap_rows(records: Sequence[Record], predictions: Sequence[Record]) -> Iterator[Row]:
     """Yields the fastest bucket size beside all others, and the worst of their predictions."""
-    buckets = of_strategies(records, "bucketed")
+    buckets = of_strategies(records, "ddp")
     best = min(buckets, key=step_seconds)
     yield row("best_bucket", numbers_of(best), num_sizes=len(buckets))
     for strategy in STRATEGIES:

@@ -23,9 +23,9 @@ _KERNELS: dict[str, CaseValue] = {"head_dim": 64, "mask": "causal", "lengths": "
 _OVERLAP_RATE = "2gbit"
 """At this rate, communication takes about as long as backward of the laptop model."""
 _STRATEGIES: tuple[StrategyName, ...] = (
-    *("torch_ddp", "none", "naive", "flat", "overlapped", "bucketed"),
+    *("torch_ddp", "none", "naive", "flat", "overlapped", "ddp"),
 )
-_TRACED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "bucketed")
+_TRACED: tuple[StrategyName, ...] = ("naive", "flat", "overlapped", "ddp")
 _USUAL_BUCKET = 25
 _OVERLAP = "ddp_overlap_individual_parameters, ddp_overlap_bucketed"
 
@@ -92,7 +92,7 @@ _QUICK_LAPTOP = Scale(
     round_s=2.0,
     sharded_model="bytes-34M",
     sharded_ranks=2,
-    sharded=("torch_ddp", "sharded_optimizer"),
+    sharded=("torch_ddp", "zero1"),
     architectures=("sm90",),
     seconds=15,
 )
@@ -117,7 +117,7 @@ _LAPTOP = dataclasses.replace(
     rounds=20,
     round_s=3.0,
     sharded_model="small",
-    sharded=("torch_ddp", "torch_zero", "sharded_optimizer", "sharded", "fully_sharded"),
+    sharded=("torch_ddp", "torch_zero", "zero1", "zero2", "fsdp"),
     architectures=("sm80", "sm90", "sm100"),
     seconds=45,
 )
@@ -341,7 +341,7 @@ def _parallel_cases(scale: Scale) -> Iterator[SuiteCase]:
         num_variants=len(_STRATEGIES),
         **rounds,
     )
-    compared = ("torch_ddp", "bucketed")
+    compared = ("torch_ddp", "ddp")
     yield case(
         name="bucket-sizes",
         deliverables=(_OVERLAP,),

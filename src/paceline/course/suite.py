@@ -123,7 +123,7 @@ class SuiteCase:
             if "size_bytes" in fields:
                 fields["size_bytes"] = parse_bytes(str(fields["size_bytes"]))
             strategy, size = fields.get("strategy"), fields.get("bucket_size_mb")
-            if size == "auto" and strategy not in ("bucketed", None):
+            if size == "auto" and strategy not in ("ddp", None):
                 continue
             if size is not None and strategy not in BUCKET_STRATEGIES:
                 fields["bucket_size_mb"] = None

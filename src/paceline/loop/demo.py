@@ -18,7 +18,7 @@ import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import error_tail, start_child
-from paceline.core.strategies import StrategyName
+from paceline.core.strategies import StrategyName, with_current_names
 from paceline.lab.network import LabError, hosts
 from paceline.loop.sweep import progress_text
 from paceline.predict.history import HistoryEntry, history_path, read_history
@@ -38,7 +38,7 @@ _RATE, _LINK = "1gbit", "1 Gbit/s"
 _RANKS = 2
 _SHAPE = {"d_model": 128, "d_ff": 384, "num_layers": 4, "num_heads": 4}
 _CONTEXT, _BATCH = 128, 16
-_STRATEGIES: tuple[StrategyName, ...] = ("torch_ddp", "bucketed", "sharded")
+_STRATEGIES: tuple[StrategyName, ...] = ("torch_ddp", "ddp", "zero2")
 _POLL_S, _PAUSE_S = 0.2, 5.0
 _RUN = "run"
 _OUTCOME = "outcome.json"
@@ -189,7 +189,8 @@ class Demo:
 
 def read_outcome(directory: pathlib.Path) -> DemoOutcome:
     """Returns the outcome of a finished demo."""
-    return msgspec.json.decode((directory / _OUTCOME).read_bytes(), type=DemoOutcome)
+    content = with_current_names((directory / _OUTCOME).read_bytes())
+    return msgspec.json.decode(content, type=DemoOutcome)
 
 
 def draw_demo(directory: pathlib.Path) -> "Figure":

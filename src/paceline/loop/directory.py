@@ -25,7 +25,7 @@ import msgspec
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
-from paceline.core.strategies import StrategyName
+from paceline.core.strategies import StrategyName, with_current_names
 from paceline.data.storage import LocalStorage
 from paceline.loop.sweep_design import COST_OF_LARGEST, Limits, PlannedRun, SweepSpec
 from paceline.loop.sweep_directory import SweepDirectory
@@ -223,6 +223,6 @@ class LoopDirectory:
     def _read(self, name: str, kind: type[_Decided]) -> _Decided:
         path = self.path / name
         try:
-            return msgspec.json.decode(path.read_bytes(), type=kind)
+            return msgspec.json.decode(with_current_names(path.read_bytes()), type=kind)
         except UNDECODABLE as error:
             raise UsageError(f"{path}: not a file that a loop has written: {error}") from error

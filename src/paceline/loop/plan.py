@@ -176,7 +176,7 @@ def _repeat_spread(rows: Sequence[RunRow]) -> float:
 
 def _named(strategy: StrategyName) -> StrategyName:
     """Returns a strategy name that the config accepts; a single rank ignores it."""
-    return "bucketed" if strategy == "none" else strategy
+    return "ddp" if strategy == "none" else strategy
 
 
 def _duration(

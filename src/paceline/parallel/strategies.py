@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName
+from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName, find_strategy
 from paceline.parallel.contract import DataParallelContainer, persistent_buffers
 from paceline.parallel.ddp import (
     BucketedDataParallel,
@@ -40,7 +40,7 @@ _SYNC_BUFFERS = (
     else "broadcast_buffers"
 )
 
-_SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = ("sharded_optimizer", "sharded")
+_SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = ("zero1", "zero2")
 
 
 def apply_strategy(
@@ -50,6 +50,7 @@ def apply_strategy(
 
     Without a bucket size, each strategy uses its own default.
     """
+    name = find_strategy(name)
     if bucket_size_mb is None:
         return _WRAP[name](module)
     if name not in BUCKET_STRATEGIES:
@@ -74,6 +75,7 @@ def make_optimizer(
         groups: Parameter groups; by default one group with all of the model's parameters.
         options: Keyword arguments for the optimizer.
     """
+    name = find_strategy(name)
     parameters = list(model.parameters()) if groups is None else list(groups)
     if name == "torch_zero" and dist.get_world_size() > 1:
         # This import compiles torch's functional optimizers: a sixth of a rank's import time.
@@ -171,11 +173,11 @@ _WRAP: dict[StrategyName, Callable[..., nn.Module]] = {
     "naive": NaiveDataParallel,
     "flat": FlatDataParallel,
     "overlapped": OverlappedDataParallel,
-    "bucketed": BucketedDataParallel,
+    "ddp": BucketedDataParallel,
     "torch_ddp": _torch_ddp,
-    "sharded_optimizer": BucketedDataParallel,
+    "zero1": BucketedDataParallel,
     "torch_zero": _torch_ddp,
-    "sharded": ShardedDataParallel,
-    "fully_sharded": FullyShardedDataParallel,
+    "zero2": ShardedDataParallel,
+    "fsdp": FullyShardedDataParallel,
     "torch_fsdp2": apply_fsdp2,
 }

@@ -5,8 +5,8 @@ Forward and backward are predicted segment by segment. For P parameters on n ran
     optimizer     P, or P/n if the optimizer state is sharded, times the update of one parameter
     bucket copy   copies of the gradients into and out of buckets
     exposed       communication that compute waits for. naive and flat expose every collective;
-                  the others expose what remains after backward. sharded_optimizer all-gathers all
-                  parameters after its step. sharded all-gathers bucket by bucket, and the next
+                  the others expose what remains after backward. zero1 all-gathers all
+                  parameters after its step. zero2 all-gathers bucket by bucket, and the next
                   forward waits only for the buckets that it needs
     contention    compute time lost to collectives in flight, proportional to their bytes and at
                   most the time to wait for them. The collectives slow down as well
@@ -168,7 +168,7 @@ def gradient_collectives(
     groups = divide_into_buckets(indices, num_bytes[::-1], cap_bytes)
     messages = []
     for group in groups:
-        if strategy == "sharded":
+        if strategy == "zero2":
             # Buckets are padded to equal shards.
             unit = [parameter_sizes[index] for index in group]
             padded = world_size * cut_unit(unit, world_size, _FLOAT32_BYTES).share
@@ -177,15 +177,15 @@ def gradient_collectives(
             # After the gradients, one flag per parameter says whether this rank has a gradient.
             size = sum(num_bytes[index] for index in group) + _FLOAT32_BYTES * len(group)
             messages.append(GradientCollective("all_reduce", size, group))
-    if strategy == "sharded":
+    if strategy == "zero2":
         # One flag per parameter: whether any rank has its gradient.
         messages.append(GradientCollective("all_reduce", _FLOAT32_BYTES * len(parameter_sizes), ()))
     return messages
 
 
 PREDICTED: tuple[StrategyName, ...] = (
-    *("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp"),
-    *("sharded_optimizer", "sharded"),
+    *("none", "naive", "flat", "overlapped", "ddp", "torch_ddp"),
+    *("zero1", "zero2"),
 )
 """Strategies whose step time can be predicted."""
 
@@ -240,7 +240,7 @@ def strategy_step_terms(
         bucket_copy_s = passes * sum(sizes) * calibration.copy_s_per_element
         collectives = gradient_collectives(strategy, sizes, world_size, bucket_size_mb)
         simulated = [_gradients(strategy, collectives, computing, bucket_copy_s, calibration)]
-        if strategy == "sharded_optimizer":
+        if strategy == "zero1":
             exposed_s = calibration.collective(_GATHER).time_s(_FLOAT32_BYTES * sum(sizes))
         elif shards_state:
             simulated.append(_parameters(collectives, computing, optimizer_s, calibration))

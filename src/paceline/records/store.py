@@ -21,6 +21,7 @@ import msgspec
 
 from paceline.core.errors import RecordError
 from paceline.core.files import atomic_file
+from paceline.core.strategies import with_current_names
 from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
@@ -31,7 +32,7 @@ _DECODER = msgspec.json.Decoder(Record)
 def decode_record(line: bytes) -> Record:
     """Decodes one line; raises a `RecordError` that names the invalid field."""
     try:
-        return _DECODER.decode(line)
+        return _DECODER.decode(with_current_names(line))
     except UNDECODABLE as error:
         raise RecordError(f"not a valid record: {error}") from error
 

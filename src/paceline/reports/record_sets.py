@@ -308,7 +308,7 @@ def _is_whole(operators: Sequence[Record]) -> bool:
     return all(abs(share - 1) < _ROUNDING for share in shares.values())
 
 
-STRATEGIES = ("none", "naive", "flat", "overlapped", "bucketed", "torch_ddp")
+STRATEGIES = ("none", "naive", "flat", "overlapped", "ddp", "torch_ddp")
 """Strategies in display order."""
 OVER = ("strategy", "bucket_size_mb")
 """Case fields that distinguish strategies."""

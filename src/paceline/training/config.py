@@ -203,7 +203,7 @@ class ScheduleConfig:
 class ParallelConfig:
     """Parallelism: how the ranks share the work."""
 
-    strategy: StrategyName = "bucketed"
+    strategy: StrategyName = "ddp"
     """Data-parallel strategy, as in paceline bench ddp; not used by a single rank. With any of the
     axes below, it says what is sharded, and torch's FSDP2 shards it."""
     tensor: int = 1
@@ -236,7 +236,7 @@ class ParallelConfig:
     """Seconds after which a replica that is alive but unresponsive counts as lost."""
 
     def __post_init__(self) -> None:
-        find_strategy(self.strategy)
+        object.__setattr__(self, "strategy", find_strategy(self.strategy))
         _require_positive("parallel", self, "bucket_size_mb", "timeout_s")
         _require_positive("parallel", self, "heartbeat_timeout_s", "replica_timeout_s")
         axes = ("tensor", "context", "pipeline", "interleave", "replicate")
@@ -246,10 +246,10 @@ class ParallelConfig:
                 "parallel.elastic replicas has one rank in each replica; leave parallel.tensor and "
                 "the other axes at 1"
             )
-        if self.elastic == "replicas" and self.strategy != "bucketed":
+        if self.elastic == "replicas" and self.strategy != "ddp":
             raise UsageError(
                 f"parallel.elastic replicas keeps a whole model on every rank, which "
-                f"parallel.strategy {self.strategy} does not; use bucketed"
+                f"parallel.strategy {self.strategy} does not; use ddp"
             )
 
     @property

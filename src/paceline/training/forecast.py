@@ -25,9 +25,9 @@ from paceline.training.config import RunConfig
 
 MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
-    "parallel.strategy fully_sharded, or start fewer ranks per host"
+    "parallel.strategy fsdp, or start fewer ranks per host"
 )
-_SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {"torch_zero": "sharded_optimizer"}
+_SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {"torch_zero": "zero1"}
 """Strategies that are predicted as another one, which sends the same bytes."""
 
 

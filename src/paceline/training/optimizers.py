@@ -33,7 +33,7 @@ def make_optimizers(
     if strategy in SHARDED_STATE:
         raise UsageError(
             f"optimizer.name muon needs whole matrices on each rank, but {strategy} shards them; "
-            "use parallel.strategy bucketed, or optimizer.name adamw"
+            "use parallel.strategy ddp, or optimizer.name adamw"
         )
     matrices = [(name, p) for name, p in named if p.ndim == 2 and ".blocks." in f".{name}"]
     chosen = {name for name, _ in matrices}

@@ -22,10 +22,10 @@ from paceline.training.config import dimensions
 from paceline.training.toml_config import Settings
 
 _STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
-    "none": "bucketed",
-    "optimizer": "sharded_optimizer",
-    "gradients": "sharded",
-    "parameters": "fully_sharded",
+    "none": "ddp",
+    "optimizer": "zero1",
+    "gradients": "zero2",
+    "parameters": "fsdp",
 }
 """Strategy that implements each kind of sharding."""
 

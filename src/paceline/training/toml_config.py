@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.errors import UsageError, unknown_name
+from paceline.core.strategies import FORMER_NAMES
 from paceline.training.config import RunConfig
 
 _COMMENT_WIDTH = 96
@@ -55,6 +56,9 @@ def decode_config(
     for change in changes:
         _apply(raw, change)
     _require_known(raw, RunConfig, where)
+    parallel = raw.get("parallel", {})
+    if isinstance(parallel, dict) and "strategy" in parallel:
+        parallel["strategy"] = FORMER_NAMES.get(str(parallel["strategy"]), parallel["strategy"])
     try:
         return msgspec.convert(raw, RunConfig)
     except (msgspec.ValidationError, OverflowError) as error:

@@ -58,15 +58,13 @@ def test_too_long_a_context_names_model_and_limit() -> None:
 
 
 def test_bucket_sizes_apply_to_the_strategies_that_have_buckets() -> None:
-    sweep = DataParallelSweep(
-        strategies=("torch_ddp", "flat", "bucketed"), bucket_size_mb=(5.0, "auto")
-    )
+    sweep = DataParallelSweep(strategies=("torch_ddp", "flat", "ddp"), bucket_size_mb=(5.0, "auto"))
     (case,) = sweep.cases()
     assert [variant.label for variant in case.variants] == [
         "torch_ddp 5 MiB",
         "flat",
-        "bucketed 5 MiB",
-        "bucketed auto",
+        "ddp 5 MiB",
+        "ddp auto",
     ]
 
 

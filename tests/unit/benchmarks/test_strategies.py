@@ -27,7 +27,7 @@ def obstacle(usable: float, strategies: list[StrategyName], **topology: object) 
 
 
 def test_everything_that_is_held_at_once_counts_gradients_too() -> None:
-    compared: list[StrategyName] = ["torch_ddp", "bucketed", "flat"]
+    compared: list[StrategyName] = ["torch_ddp", "ddp", "flat"]
     said = obstacle(11.9 * STATES, compared)
     assert said is not None
     assert "the ranks of a host would need at least" in said
@@ -49,4 +49,4 @@ def test_a_gpu_has_its_own_memory() -> None:
     assert said is not None
     assert said.startswith("a GPU")
     assert obstacle(1.1 * STATES, ["torch_ddp"], device="cuda") is None
-    assert obstacle(0.6 * STATES, ["fully_sharded"], device="cuda") is None
+    assert obstacle(0.6 * STATES, ["fsdp"], device="cuda") is None

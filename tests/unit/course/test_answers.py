@@ -43,12 +43,12 @@ def test_a_value_is_written_by_the_unit_in_its_name(
 
 
 def test_a_sentence_may_name_the_case_and_the_metrics_of_several_records() -> None:
-    case = {"model": "small", "strategy": "bucketed", "bucket_size_mb": 25}
+    case = {"model": "small", "strategy": "ddp", "bucket_size_mb": 25}
     record = make_record("ddp", {"step_time_s": [1.0, 3.0, 2.0]}, **case)
     rival = make_record("ddp", {"step_time_s": 4.0}, **{**case, "bucket_size_mb": None})
     name, numbers = row("pair", numbers_of(record), numbers_of(rival, "rival_"), twice_s=8.0)
     template = "{strategy} {step_time_s} {rival_strategy} {rival_step_time_s} {twice_s} {absent_s}"
     finding = fill(name, template, numbers)
-    assert finding.message == "bucketed 25 MiB 2 s bucketed 4 s 8 s unknown"
+    assert finding.message == "ddp 25 MiB 2 s ddp 4 s 8 s unknown"
     assert finding.figures == {"step_time_s": 2.0, "rival_step_time_s": 4.0, "twice_s": 8.0}
     assert numbers_of(None) == {}

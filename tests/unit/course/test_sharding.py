@@ -31,7 +31,7 @@ def _record(strategy: str, step: float = 1.0, spread: Any = STEADY, **options: A
 
 
 def test_time() -> None:
-    names = ("torch_ddp", "sharded_optimizer")
+    names = ("torch_ddp", "zero1")
     for step, spread, samples in ((1.2, STEADY, 7), (1.8, (1.0, 1.0), 2)):
         pair = [_record(names[0], 1.0, spread), _record(names[1], step, spread)]
         figures: dict[str, Any] = {"step_ratio": step, "optimizer_ratio": step**2}
@@ -46,13 +46,13 @@ def test_time() -> None:
 )
 @pytest.mark.usefixtures("no_pictures")
 def test_memory(predicted: list[float], figure: float | None) -> None:
-    records = [_record("torch_ddp"), _record("sharded", 0.8, state=GIB / 2)]
+    records = [_record("torch_ddp"), _record("zero2", 0.8, state=GIB / 2)]
     for record, peak in zip(records[: len(predicted)], predicted, strict=True):
         case = {**record.case, "predicts": "optimizer"}
         records.append(make_record("prediction", {"peak_before_step_bytes": peak * GIB}, **case))
     expected = {f"peak_{name}_bytes": 0.8 * peak * GIB for name, peak in PEAKS.items()}
     expected |= {f"unsharded_peak_{name}_bytes": peak * GIB for name, peak in PEAKS.items()}
-    figures: dict[str, Any] = {"peak_share": 0.8, "largest_bytes": GIB / 2, "says": "With sharded"}
+    figures: dict[str, Any] = {"peak_share": 0.8, "largest_bytes": GIB / 2, "says": "With zero2"}
     figures |= {"before_step_optimizer_state_bytes": GIB / 2}
     figures |= {"unsharded_before_step_optimizer_state_bytes": 2 * GIB}
     figures |= {"predicted_peak_before_step_bytes": figure}

@@ -53,24 +53,24 @@ def _flat(step: float, exposed: float) -> list[Record]:
 
 def _buckets(*others: float, spread: Sequence[float] = STEADY) -> list[Record]:
     """Returns the best bucket size, 25 MiB, and others of 1 MiB, 2 MiB and so on."""
-    sizes = [_step("bucketed", size, step, spread=spread) for size, step in enumerate(others, 1)]
-    return [_step("bucketed", 25, spread=STEADY[: len(spread)]), *sizes]
+    sizes = [_step("ddp", size, step, spread=spread) for size, step in enumerate(others, 1)]
+    return [_step("ddp", 25, spread=STEADY[: len(spread)]), *sizes]
 
 
 def _predicted(*exposed: float) -> list[Record]:
-    measured = [_step("bucketed", size, exposed=0.0172) for size in range(2)]
+    measured = [_step("ddp", size, exposed=0.0172) for size in range(2)]
     predicted = [{"exposed_communication_s": seconds} for seconds in exposed]
     return measured + [_prediction(size, each) for size, each in enumerate(predicted)]
 
 
 def _prediction(size: float, metrics: dict[str, float], **case: Any) -> Record:
-    return _record("prediction", metrics, "bucketed", size, predicts="ddp", **case)
+    return _record("prediction", metrics, "ddp", size, predicts="ddp", **case)
 
 
-BUCKET = _step("bucketed", 25)
+BUCKET = _step("ddp", 25)
 NONE = _step("none", exposed=0.0)
 UNSTEADY = [_naive(1.02, spread=NOISY), NONE]
-RIVALS = [_step("bucketed", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)]
+RIVALS = [_step("ddp", 1, 1.5), BUCKET, _naive(1.02, 0.3), _step("flat", None, 0.98, 0.4)]
 RIVALS += [_step("overlapped", step=1.02, spread=NOISY), _step("torch_ddp", step=2.0, spread=ONE)]
 NAIVE, FLAT, OVERLAP = parallel.exposed_communication, parallel.flat_step, parallel.best_bucket
 LATER = _prediction(5, {"exposed_communication_s": 0.018})
@@ -104,7 +104,7 @@ def _beside(strategy: str, **figures: Any) -> dict[str, dict[str, Any]]:
         (FLAT, _flat(0.95, 0.05), {STEP: {"naive_exposed_communication_s": 0.1}}),
         (FLAT, _flat(0.95, 0.05), {STEP: {"exposed_communication_s": 0.05}}),
         (FLAT, _flat(1.01, 0.12), {STEP: {"ratio": 1.01, "exposed_ratio": 1.2}}),
-        (OVERLAP, [_step("bucketed", 25, 1.2), NONE], _beside("none", ratio=1.2)),
+        (OVERLAP, [_step("ddp", 25, 1.2), NONE], _beside("none", ratio=1.2)),
         (OVERLAP, RIVALS, _beside("naive", rival_exposed_communication_s=0.3, ratio=1 / 1.02)),
         (OVERLAP, RIVALS, _beside("flat", ratio=1 / 0.98, rival_step_time_s=0.98)),
         (
@@ -114,13 +114,13 @@ def _beside(strategy: str, **figures: Any) -> dict[str, dict[str, Any]]:
         ),
         (OVERLAP, RIVALS, _beside("torch_ddp", ratio=0.5)),
         (OVERLAP, RIVALS, {AGAINST: {"says": f"{FEW} as long as one with torch_ddp"}}),
-        (OVERLAP, RIVALS, _beside("bucketed 1 MiB", ratio=1 / 1.5, rival_step_time_s=1.5)),
+        (OVERLAP, RIVALS, _beside("ddp 1 MiB", ratio=1 / 1.5, rival_step_time_s=1.5)),
         (OVERLAP, _buckets(), {BEST: {"num_sizes": 1, "step_time_s": 1}, AGAINST: None}),
-        (OVERLAP, _buckets(1.1, 1.2), {BEST: {"num_sizes": 3, "says": "bucketed 25 MiB has"}}),
+        (OVERLAP, _buckets(1.1, 1.2), {BEST: {"num_sizes": 3, "says": "ddp 25 MiB has"}}),
         # Of the other sizes, the one with the shortest step.
-        (OVERLAP, _buckets(1.1, 1.01), _beside("bucketed 2 MiB", ratio=1 / 1.01)),
+        (OVERLAP, _buckets(1.1, 1.01), _beside("ddp 2 MiB", ratio=1 / 1.01)),
         (OVERLAP, [BUCKET], {BEST: {"exposed_communication_s": 0.1, "communication_s": 0.5}}),
-        (OVERLAP, [_step("bucketed", 25, alone=None)], {BEST: {"communication_s": None}}),
+        (OVERLAP, [_step("ddp", 25, alone=None)], {BEST: {"communication_s": None}}),
         (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_close": 1, "predicted_s": 0.0066}}),
         (OVERLAP, _predicted(0.0066, 0.0172), {ERROR: {"num_sizes": 2, "error_share": 0.0106}}),
         (
@@ -138,7 +138,7 @@ def test_numbers(finds: Any, records: list[Record], expected: Any) -> None:
 
 @pytest.mark.parametrize("finds", [NAIVE, FLAT, OVERLAP])
 def test_one_rank_and_failures_tell_nothing_of_communication(finds: Any) -> None:
-    names: Any = (("none",), ("naive",), ("flat",), ("bucketed", 25))
+    names: Any = (("none",), ("naive",), ("flat",), ("ddp", 25))
     check(finds, [_step(*name, world_size=1) for name in names], {})
     check(finds, [_step(*name, world_size=1, **GPU) for name in names], {})
     check(finds, [_record("ddp", {}, *name, outcome="failed") for name in names], {})
@@ -149,7 +149,7 @@ def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
     # Round by round, each step is 2% shorter; from run to run, the machine varies by more.
     drifting = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
     later = msgspec.structs.replace(ENVIRONMENT, time="2026-01-03T00:00:00+00:00")
-    bucketed = _step("bucketed", 25.0, 0.98, spread=drifting, **LAB)
+    bucketed = _step("ddp", 25.0, 0.98, spread=drifting, **LAB)
     for environment, high in ((ENVIRONMENT, 0.98), (later, 0.98 * 1.3 / 0.7 * 1.05)):
         naive = _naive(spread=drifting, environment=environment, **LAB)
         expected = _beside("naive", ratio=0.98, ratio_high=high)
@@ -160,7 +160,7 @@ def test_steps_of_different_runs_are_not_compared_round_by_round() -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> None:
-    cases = (("bucketed", 0, 0.9, 0.1), ("naive", 0, 0.0, 1.0), ("naive", 1, 0.01, 0.49))
+    cases = (("ddp", 0, 0.9, 0.1), ("naive", 0, 0.0, 1.0), ("naive", 1, 0.01, 0.49))
     names = ("overlapped_communication_s", "exposed_communication_s")
     records = [
         _record("timeline", dict(zip(names, times, strict=True)), strategy, rank=rank)
@@ -171,7 +171,7 @@ def test_traces_tell_the_share_that_overlaps_on_the_rank_that_waits_least() -> N
     assert [
         (each.message.split(":")[0], *(each.figures[name] for name in names))
         for each in traced.findings
-    ] == [("naive", 0.49, 0.5, pytest.approx(0.02)), ("bucketed", 0.1, 1.0, pytest.approx(0.9))]
+    ] == [("naive", 0.49, 0.5, pytest.approx(0.02)), ("ddp", 0.1, 1.0, pytest.approx(0.9))]
 
 
 FIT = {"exposed_communication_s": 0.01, "gradient_bytes": 1e8, "latency_s": 4e-4}

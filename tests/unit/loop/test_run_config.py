@@ -135,8 +135,8 @@ def _configs(base: RunConfig) -> dict[str, tuple[PlannedRun, RunConfig]]:
     place = pathlib.Path("run")
     found = {run.name: (run, run_config(base, run, place)) for run in small}
     found["on paper"] = final, run_config(base, final, place)
-    found["pilot"] = final, pilot_config(base, final, place, "bucketed")
-    found["final"] = final, final_config(base, final, place, "bucketed")
+    found["pilot"] = final, pilot_config(base, final, place, "ddp")
+    found["final"] = final, final_config(base, final, place, "ddp")
     return found
 
 

@@ -27,10 +27,10 @@ from tests.unit.parallel.simulation.live_storages import LiveStorages
 from tests.unit.parallel.simulation.training import ANY_ORDER, PROGRAMS, Program, Trainee, explore
 
 CASES: dict[str, tuple[Callable[[], Trainee], dict[str, Program], int]] = {
-    "bucketed": (containers.bucketed, PROGRAMS | ANY_ORDER, 5000),
+    "ddp": (containers.bucketed, PROGRAMS | ANY_ORDER, 5000),
     "overlapped": (containers.overlapped, PROGRAMS | ANY_ORDER, 400),
-    "sharded": (containers.sharded, PROGRAMS | ANY_ORDER, 4000),
-    "fully sharded": (containers.fully_sharded, PROGRAMS, 600),
+    "zero2": (containers.sharded, PROGRAMS | ANY_ORDER, 4000),
+    "fsdp": (containers.fully_sharded, PROGRAMS, 600),
 }
 """The container, its programs and the number of schedules of each case."""
 
@@ -93,8 +93,8 @@ class Deep(nn.Module):
 
 
 SHARDED: dict[str, Callable[[], nn.Module]] = {
-    "sharded": lambda: ShardedDataParallel(Deep(), _LAYER_BYTES / 2**20),
-    "fully sharded": lambda: FullyShardedDataParallel(Deep()),
+    "zero2": lambda: ShardedDataParallel(Deep(), _LAYER_BYTES / 2**20),
+    "fsdp": lambda: FullyShardedDataParallel(Deep()),
 }
 
 

@@ -32,7 +32,7 @@ def test_contention_hardly_changes_the_best_bucket_size() -> None:
                     shape = model_preset(model)
                     step_s, ideal_s = (
                         {
-                            size: strategy_step_terms(shape, batch, "bucketed", on, size).total_s
+                            size: strategy_step_terms(shape, batch, "ddp", on, size).total_s
                             for size in SIZES_MB
                         }
                         for on in (machine, ideal)

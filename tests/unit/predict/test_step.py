@@ -66,14 +66,14 @@ def test_many_messages_pay_many_calls() -> None:
 
 
 def test_a_fast_line_leaves_the_last_bucket() -> None:
-    terms = _terms("bucketed", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e10)
-    last = gradient_collectives("bucketed", parameter_sizes(SHAPE), 2)[-1]
+    terms = _terms("ddp", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e10)
+    last = gradient_collectives("ddp", parameter_sizes(SHAPE), 2)[-1]
     assert terms.exposed_s == pytest.approx(1e-4 + last.num_bytes / 1e10)
 
 
 def test_a_slow_line_is_busy_from_the_first_bucket_on() -> None:
-    terms = _terms("bucketed", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e7)
-    messages = gradient_collectives("bucketed", parameter_sizes(SHAPE), 2)
+    terms = _terms("ddp", lost_s_per_byte=0.0, slowdown=1.0, bytes_per_s=1e7)
+    messages = gradient_collectives("ddp", parameter_sizes(SHAPE), 2)
     sending = sum(1e-4 + message.num_bytes / 1e7 for message in messages)
     computing = compute_time(SHAPE, BATCH, make_calibration())
     backward_s = computing.backward_s + terms.bucket_copy_s
@@ -84,8 +84,8 @@ def test_a_slow_line_is_busy_from_the_first_bucket_on() -> None:
 
 
 def test_computing_loses_to_every_byte_that_is_hidden() -> None:
-    terms = _terms("bucketed", lost_s_per_byte=1e-9, bytes_per_s=9e8, slowdown=1.0)
-    messages = gradient_collectives("bucketed", parameter_sizes(SHAPE), 2)
+    terms = _terms("ddp", lost_s_per_byte=1e-9, bytes_per_s=9e8, slowdown=1.0)
+    messages = gradient_collectives("ddp", parameter_sizes(SHAPE), 2)
     hidden = sum(message.num_bytes for message in messages[:-1])
     everything = hidden + messages[-1].num_bytes
     assert 1e-9 * hidden * 0.95 <= terms.contention_s <= 1e-9 * everything
@@ -108,14 +108,14 @@ def test_computing_loses_no_more_than_by_waiting(
 def test_tied_embeddings_wait_for_both_uses() -> None:
     tied = dataclasses.replace(SHAPE, tied_embeddings=True)
     calibration = make_calibration(bytes_per_s=1e10)
-    terms = strategy_step_terms(tied, BATCH, "bucketed", calibration)
+    terms = strategy_step_terms(tied, BATCH, "ddp", calibration)
     table = 4 * SHAPE.vocab_size * SHAPE.d_model
     # The gradient of tied embeddings is complete last.
     assert terms.exposed_s >= table / 1e10
 
 
 def test_dividing_the_state_divides_the_update() -> None:
-    assert _terms("sharded").optimizer_s == pytest.approx(_terms("bucketed").optimizer_s / 2)
+    assert _terms("zero2").optimizer_s == pytest.approx(_terms("ddp").optimizer_s / 2)
 
 
 @given(
@@ -152,7 +152,7 @@ def test_what_is_not_predicted_is_refused() -> None:
         _terms("torch_fsdp2")
     with pytest.raises(UsageError, match="no buckets"):
         strategy_step_terms(SHAPE, BATCH, "flat", make_calibration(), 25.0)
-    assert set(BUCKET_STRATEGIES) & set(PREDICTED) == {"bucketed", "torch_ddp", "sharded"}
+    assert set(BUCKET_STRATEGIES) & set(PREDICTED) == {"ddp", "torch_ddp", "zero2"}
 
 
 def test_a_gpu_hides_launches_behind_its_work() -> None:

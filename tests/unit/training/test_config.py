@@ -63,7 +63,7 @@ def test_nothing_is_predicted_of_a_hugging_face_model(
     ("ranks", "changes"),
     [
         (2, ["parallel.tensor=2"]),
-        (4, ["parallel.replicate=2", "parallel.strategy=fully_sharded"]),
+        (4, ["parallel.replicate=2", "parallel.strategy=fsdp"]),
         (None, ["parallel.elastic=replicas"]),
     ],
 )

@@ -159,7 +159,7 @@ def test_every_run_that_can_start_has_a_forecast(
 
 
 def test_the_axes_make_meshes() -> None:
-    layouts = [layout_of(config, 8) for config in _accepted("fully_sharded", 8)]
+    layouts = [layout_of(config, 8) for config in _accepted("fsdp", 8)]
     assert sum(map(needs_mesh, layouts)) > 20
     for axis in ("tensor", "context", "pipeline", "pipeline_interleave", "replicate"):
         assert {getattr(layout, axis) for layout in layouts} == {1, 2}

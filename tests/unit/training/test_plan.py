@@ -28,14 +28,14 @@ def _write(path: pathlib.Path, *cases: tuple[str, int, float]) -> pathlib.Path:
                 context=128,
                 world_size=2,
                 strategy=strategy,
-                bucket_size_mb=25.0 if strategy == "bucketed" else None,
+                bucket_size_mb=25.0 if strategy == "ddp" else None,
             )
         )
     return path
 
 
 def test_the_fastest_prediction_is_followed(tmp_path: pathlib.Path) -> None:
-    path = _write(tmp_path / "plan.json", ("flat", 4, 1.0), ("bucketed", 4, 0.8), ("flat", 2, 0.75))
+    path = _write(tmp_path / "plan.json", ("flat", 4, 1.0), ("ddp", 4, 0.8), ("flat", 2, 0.75))
     plan = read_plan(path)
     assert plan.world_size == 2
     assert plan.step_time_s == 0.8
@@ -43,7 +43,7 @@ def test_the_fastest_prediction_is_followed(tmp_path: pathlib.Path) -> None:
         "model": {"preset": "bytes-34M"},
         "data": {"context_length": 128},
         "training": {"micro_batch_size": 4, "batch_size": 8},
-        "parallel": {"strategy": "bucketed", "bucket_size_mb": 25.0},
+        "parallel": {"strategy": "ddp", "bucket_size_mb": 25.0},
     }
 
 
@@ -79,7 +79,7 @@ def test_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> None:
     assert config.data.context_length == 128
     step = config.training
     assert (step.micro_batch_size, step.batch_size, step.precision) == (2, 32, "bfloat16")
-    assert config.parallel.strategy == "sharded"
+    assert config.parallel.strategy == "zero2"
 
 
 def test_a_plan_changes_the_config_and_set_changes_the_plan(tmp_path: pathlib.Path) -> None:
@@ -106,7 +106,7 @@ def test_every_axis_of_a_searched_plan_is_followed(tmp_path: pathlib.Path) -> No
     config = decode_config(TEXT, settings=plan.settings)
     assert config.training.batch_size == 32
     assert config.parallel == ParallelConfig(
-        strategy="fully_sharded",
+        strategy="fsdp",
         tensor=2,
         sequence_parallel=True,
         context=2,

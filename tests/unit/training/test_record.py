@@ -43,7 +43,7 @@ def test_only_a_finished_run_leaves_a_record(config: RunConfig) -> None:
     record.log(EventRow(step=3, name="finished", message="."))
     (made,) = store.read()
     assert made.case["model"] == "bytes-6M"
-    assert made.case["strategy"] == "bucketed"
+    assert made.case["strategy"] == "ddp"
     table = render_markdown(records_table([made]))
     assert "| 4.9800 | 4.5000 | 1.2500 | 2,000 | 500 ± 0 | 400 | 1.00 MiB |" in table
 

@@ -17,7 +17,7 @@ That is the rule. The functions here return the sizes of the actual tensors, to 
     torch_zero        whole parameters, the largest first, each to the least loaded rank
     torch_fsdp2       rows of every parameter, the same number on each rank except the last ones;
                       parameters and gradients are padded to that number, moments are not
-    fully_sharded     the same, but each parameter's rows begin at a multiple of 16 bytes, and a
+    fsdp              the same, but each parameter's rows begin at a multiple of 16 bytes, and a
                       layer's gradients include one number per tensor, as buckets do
 
 Ranks differ in the contents of their shards; `model_state_bytes` reports the fullest rank.
@@ -43,7 +43,7 @@ from paceline.core.strategies import (
 from paceline.core.units import MIB
 
 _COUNTER_BYTES = 4
-_OWN_BUCKETS = ("naive", "flat", "overlapped", "bucketed", "sharded_optimizer")
+_OWN_BUCKETS = ("naive", "flat", "overlapped", "ddp", "zero1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def _elements_held(
         filled = sum(aligned(size, element_bytes) for size in sizes)
         gradients = (filled + len(sizes)) * everywhere
     if strategy in SHARDED_PARAMETERS:
-        is_ours = strategy == "fully_sharded"
+        is_ours = strategy == "fsdp"
         return _rows(shape, world_size, bytes_per_element(precision.parameters), is_ours)
     if strategy == "torch_zero":
         loads = [0] * world_size
@@ -169,7 +169,7 @@ def state_units(
     shape: ModelShape, strategy: StrategyName, element_bytes: int, bucket_size_mb: float
 ) -> list[Sequence[int]]:
     """Returns the tensor sizes of every unit, in storage order."""
-    whole = strategy == "sharded_optimizer"
+    whole = strategy == "zero1"
     return gradient_buckets(shape, element_bytes, None if whole else bucket_size_mb)
 
 

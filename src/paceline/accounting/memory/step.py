@@ -61,9 +61,9 @@ _TOKEN_BYTES = 8
 _ADAM_MOMENTS = 2
 _FLOAT32_BYTES = 4
 # Strategies whose buckets hold several gradients and outlive the step.
-_ALL_REDUCED: tuple[StrategyName, ...] = ("flat", "bucketed", "sharded_optimizer")
+_ALL_REDUCED: tuple[StrategyName, ...] = ("flat", "ddp", "zero1")
 # Number of layers that are all-gathered before they are needed.
-_LAYERS_AHEAD: dict[StrategyName, int] = {"fully_sharded": 2, "torch_fsdp2": 1}
+_LAYERS_AHEAD: dict[StrategyName, int] = {"fsdp": 2, "torch_fsdp2": 1}
 
 INSTANTS = ("after_init", "before_step", "after_step")
 """After model, container and optimizer are built; the peaks before and in the optimizer step."""
@@ -155,7 +155,7 @@ def _buckets(
         units = state_units(shape, strategy, element_bytes, bucket_size_mb)
         shards = [(len(one), cut_unit(one, world_size, element_bytes).share) for one in units]
     elif strategy in _ALL_REDUCED and world_size > 1:
-        sizes_mb = {"flat": None, "sharded_optimizer": DEFAULT_BUCKET_SIZE_MB}
+        sizes_mb = {"flat": None, "zero1": DEFAULT_BUCKET_SIZE_MB}
         units = gradient_buckets(shape, element_bytes, sizes_mb.get(strategy, bucket_size_mb))
         return tuple(BucketSize(len(one), group_bytes=GROUP_BYTES) for one in units)
     else:
@@ -286,7 +286,7 @@ def fit_on_device(plan: StepPlan, world_size: int, device: Device) -> Finding:
     if fewest is None:
         remedy = "no number of ranks is enough; try a smaller batch or activation checkpointing"
         if plan.strategy not in SHARDED_PARAMETERS:
-            remedy += ", or shard more (fully_sharded is ZeRO-3)"
+            remedy += ", or shard more (fsdp is ZeRO-3)"
     return Finding(name="does_not_fit", message=message, remedy=remedy, figures=figures)
 
 

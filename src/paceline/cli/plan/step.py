@@ -37,7 +37,7 @@ class PlanStepCommand:
     """Records of paceline calibrate; each topology in them gets a prediction."""
     model: tuple[ModelName, ...] = ("bytes-34M",)
     """Model presets."""
-    strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "bucketed", "sharded")
+    strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "ddp", "zero2")
     """Data-parallel strategies, as in bench ddp; with one rank, only none is predicted."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""

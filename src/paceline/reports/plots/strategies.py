@@ -82,7 +82,7 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
             [record.metrics[EXPOSED].value * 1e3 for record in predicted],
             "--",
             color=GRAY,
-            label="bucketed: predicted by the recurrence",
+            label="ddp: predicted by the recurrence",
         )
         metrics = predicted[0].metrics
         if "algorithm_bandwidth_bytes_per_s" in metrics:
@@ -165,7 +165,7 @@ def plot_designs() -> Figure:
         "naive: one message per parameter, one by one, when backward is over": (singles, False),
         "flat: one message, when backward is over": ([layers], False),
         "overlapped: one message per parameter, as soon as it is complete": (singles, True),
-        "bucketed: one message per bucket; the first and the last are small": (buckets, True),
+        "ddp: one message per bucket; the first and the last are small": (buckets, True),
     }
     figure = blank_figure("Four ways to average gradients", (8.0, 7.2))
     panels = figure.subplots(len(designs), sharex=True)

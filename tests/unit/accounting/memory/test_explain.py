@@ -13,7 +13,7 @@ BATCH = BatchShape(num_sequences=4, context_length=128)
 SMALL = model_preset("small")
 
 
-@pytest.mark.parametrize("strategy", ["sharded_optimizer", "sharded", "fully_sharded"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 @settings(max_examples=25, deadline=None)
 @given(gibibytes=st.floats(0.5, 4))
 def test_one_rank_fewer_would_not_fit(strategy: StrategyName, gibibytes: float) -> None:
@@ -29,7 +29,7 @@ def test_one_rank_fewer_would_not_fit(strategy: StrategyName, gibibytes: float) 
 
 def test_what_no_strategy_divides_fits_on_one_rank_or_on_none() -> None:
     states = 16 * count_parameters(SMALL).total
-    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="bucketed")
+    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="ddp")
     assert plan.fewest_ranks(2 * states) == 1
     assert plan.fewest_ranks(states / 2) is None
 
@@ -37,7 +37,7 @@ def test_what_no_strategy_divides_fits_on_one_rank_or_on_none() -> None:
 def test_the_parts_add_up_and_the_device_is_named() -> None:
     xl = model_preset("xl")
     device = find_device("rtx-3090")
-    plan = StepPlan(shape=xl, batch=BATCH, strategy="sharded")
+    plan = StepPlan(shape=xl, batch=BATCH, strategy="zero2")
     explanation = explain_memory(plan, 2, device=device)
     values = explanation.values
     for instant in ("after_init", "before_step", "after_step"):
@@ -55,7 +55,7 @@ def test_the_parts_add_up_and_the_device_is_named() -> None:
 
 def test_the_verdict_leads_with_the_peak_and_the_capacity() -> None:
     device = find_device("rtx-3090")
-    plan = StepPlan(shape=model_preset("xl"), batch=BATCH, strategy="sharded")
+    plan = StepPlan(shape=model_preset("xl"), batch=BATCH, strategy="zero2")
     too_large = fit_on_device(plan, 2, device)
     peak = plan.peak_bytes(2)
     fewest = plan.fewest_ranks(24e9)
@@ -96,6 +96,6 @@ def test_formats_and_scores_are_in_the_working() -> None:
 
 
 def test_larger_buckets_take_more_where_they_are_sent_to_owners() -> None:
-    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="sharded")
+    plan = StepPlan(shape=SMALL, batch=BATCH, strategy="zero2")
     large = dataclasses.replace(plan, bucket_size_mb=200.0)
     assert large.peak_bytes(2) > plan.peak_bytes(2) + 50 * 2**20

@@ -22,7 +22,7 @@ BATCH = BatchShape(num_sequences=4, context_length=128)
 
 @pytest.mark.parametrize(
     ("strategy", "bytes_per_parameter"),
-    [("torch_ddp", 16), ("sharded_optimizer", 12), ("sharded", 10), ("fully_sharded", 8)],
+    [("torch_ddp", 16), ("zero1", 12), ("zero2", 10), ("fsdp", 8)],
 )
 def test_states_of_the_courses_xl_on_two_ranks(
     strategy: StrategyName, bytes_per_parameter: int
@@ -108,10 +108,10 @@ def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
     shape = ModelShape(vocab_size=64, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
     one_token = BatchShape(num_sequences=1, context_length=1)
     held = {
-        world_size: step_memory(shape, one_token, Precision(), "sharded", world_size)
+        world_size: step_memory(shape, one_token, Precision(), "zero2", world_size)
         for world_size in (2, 4, 8)
     }
-    largest = 4 * max(map(sum, state_units(shape, "sharded", 4, 25.0)))
+    largest = 4 * max(map(sum, state_units(shape, "zero2", 4, 25.0)))
     for world_size in (4, 8):
         # Each of the n - 1 other ranks sends 1/n of its bucket.
         more = held[world_size]["before_step"].activations - held[2]["before_step"].activations
@@ -121,5 +121,5 @@ def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_rank_receives_every_other_ranks_part_of_its_shard_once(world_size: int) -> None:
     shape = ModelShape(vocab_size=10, d_model=4, d_ff=8, num_layers=1, num_heads=1)
-    for bucket in _buckets(shape, Precision(), "sharded", world_size, 25.0):
+    for bucket in _buckets(shape, Precision(), "zero2", world_size, 25.0):
         assert bucket.arriving_bytes * world_size == bucket.num_bytes * (world_size - 1)

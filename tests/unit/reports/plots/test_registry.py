@@ -28,17 +28,17 @@ SIZES = (10**6, 10**8)
 COMMUNICATION = [communication_record(size, ranks) for size in SIZES for ranks in (2, 4)]
 SHAPED = [communication_record(size, 4, link_rate_bits_per_s=2e9) for size in SIZES]
 LINK = {"gradient_bytes": 4e8, "latency_s": 1e-4, "algorithm_bandwidth_bytes_per_s": 1e10}
-BUCKETED = itertools.product(("torch_ddp", "bucketed"), (1.0, 25.0))
-STRATEGIES = [ddp("flat", None), ddp("bucketed", "auto")]
+BUCKETED = itertools.product(("torch_ddp", "ddp"), (1.0, 25.0))
+STRATEGIES = [ddp("flat", None), ddp("ddp", "auto")]
 STRATEGIES += [ddp(name, size, exposed_s=size / 1e3) for name, size in BUCKETED]
 PREDICTED = [
-    prediction_of(ddp("bucketed", size), {**LINK, EXPOSED: exposed_s})
+    prediction_of(ddp("ddp", size), {**LINK, EXPOSED: exposed_s})
     for size, exposed_s in ((25.0, 0.02), (1.0, 0.001))
 ]
 TRACED = [traced("flat", rank, exposed_s=0.1) for rank in (0, 1)]
-TRACED += [traced("bucketed", rank, exposed_s=0.02) for rank in (0, 1)]
+TRACED += [traced("ddp", rank, exposed_s=0.02) for rank in (0, 1)]
 MESSAGES = {"message_start_s": [0.2, 0.28], "message_end_s": [0.28, 0.31]}
-TRACED += [prediction_of(traced("bucketed", 0, exposed_s=0.01), MESSAGES)]
+TRACED += [prediction_of(traced("ddp", 0, exposed_s=0.01), MESSAGES)]
 TRACED += [record_factory.memory_record(phase=phase) for phase in ("forward", "train")]
 MEMORY = [*MEASURED_MEMORY, PREDICTED_MEMORY]
 PIPELINES = [record_factory.pipeline_record(f"pipeline=2,micro={size}") for size in (1, 2)]
@@ -124,7 +124,7 @@ def test_warmup_shows_every_sample_and_cases_that_differ_as_lines_of_their_own()
         ("communication", SHAPED, "all_reduce", [1, 1]),
         # 2 Gbit/s are 0.25 GB/s; an all-reduce over 4 ranks sends 1.5 times its size.
         ("communication", SHAPED, "all_reduce: line rate", [0.25 / 1.5] * 2),
-        ("bucket-size", STRATEGIES + PREDICTED, "bucketed: predicted by the recurrence", [1, 20]),
+        ("bucket-size", STRATEGIES + PREDICTED, "ddp: predicted by the recurrence", [1, 20]),
     ],
 )
 def test_lines_go_through_their_figures(plot: str, records: Any, label: str, values: Any) -> None:
@@ -176,7 +176,7 @@ def test_memory_by_strategy_is_stacked_and_predictions_hatched() -> None:
         ends = [bar.get_x() + bar.get_width() for bar in bars]
         assert ends[4::5] == pytest.approx([before, 160, 152])
         assert [bool(bar.get_hatch()) for bar in bars[4::5]] == [False, False, True]
-        assert texts(axes.get_yticklabels()) == ["torch_ddp", "sharded_optimizer"]
+        assert texts(axes.get_yticklabels()) == ["torch_ddp", "zero1"]
     assert "MiB" in figure.axes[-1].get_xlabel()
     assert texts(figure.legends[0].get_texts())[-1] == "predicted"
     without = draw("optimizer-memory", MEASURED_MEMORY)

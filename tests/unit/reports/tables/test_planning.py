@@ -26,7 +26,7 @@ def test_the_table_has_a_row_per_part_and_a_column_per_instant() -> None:
 
 
 def test_bars_reach_the_totals_told_apart_without_colour_below_the_capacity() -> None:
-    instants, device = plan("sharded").instants(2), find_device("rtx-3090")
+    instants, device = plan("zero2").instants(2), find_device("rtx-3090")
     assert not plot_memory_plan(instants, title="a step").axes[0].lines
     (axes,) = plot_memory_plan(instants, title="a step", device=device).axes
     assert len(axes.containers) == 5

@@ -25,12 +25,12 @@ def _held_out(strategy: str, link: str, predicted_s: float) -> HeldOutPrediction
 
 LINKS = ("loopback", "1 Gbit/s")
 HELD_OUT = [_held_out("flat", *case) for case in zip(LINKS, (1.02, 0.95), strict=True)]
-HELD_OUT += [_held_out("sharded", *case) for case in zip(LINKS, (1.05, 1.3), strict=True)]
+HELD_OUT += [_held_out("zero2", *case) for case in zip(LINKS, (1.05, 1.3), strict=True)]
 
 
 def test_every_strategy_at_every_place_has_a_row() -> None:
     table = backtest_table([*HELD_OUT, _held_out("flat", "loopback", 0.5)], counted=4)
-    places = [f"2 {link} {name}" for name in ("flat", "sharded") for link in LINKS]
+    places = [f"2 {link} {name}" for name in ("flat", "zero2") for link in LINKS]
     assert [" ".join(row[:3]).strip() for row in table.rows] == [*places, "all"]
     assert table.rows[0][3:] == ("2", "1000 to 1000", "26.0%", "-50.0%", "1 of 2")
     # Uncounted cases are shown in their group, but not in the total.
