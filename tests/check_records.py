@@ -43,7 +43,7 @@ def check_record(report: pytest.TestReport) -> Record:
     # Imported late: conftest.py first decides how torch and the kernels are loaded.
     import torch
 
-    from paceline.benchmarks.harness.records import measured, resolve_device
+    from paceline.benchmarks.harness.measure import measured, resolve_device
     from paceline.parallel.ranks.hardware import describe_hardware
 
     device = resolve_device("auto")

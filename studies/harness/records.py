@@ -31,7 +31,7 @@ def machine_case(num_ranks: int | None = None) -> dict[str, CaseValue]:
 
 def append_record(store: Store, kind: str, case: Mapping[str, CaseValue], numbers: Numbers) -> None:
     """Appends a record of a case that was measured or computed on this machine."""
-    from paceline.benchmarks.harness.records import measured
+    from paceline.benchmarks.harness.measure import measured
 
     RecordStore(store).append(measured(kind, case, numbers))
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.benchmarks.calibration.calibrate import measure_engine
-from paceline.benchmarks.calibration.compute import BLOCK_TIME, engine_layouts
+from paceline.benchmarks.calibration import measure_engine
+from paceline.benchmarks.compute_probes import BLOCK_TIME, engine_layouts
 from paceline.benchmarks.config import LayoutCase, LayoutSweep
-from paceline.benchmarks.harness.interleaved import collect, prepare, run_round, trace_rounds
+from paceline.benchmarks.harness.ranks import collect, prepare, run_round, trace_rounds
 from paceline.benchmarks.layouts import LayoutComparison, LayoutResult
 from paceline.benchmarks.options import ShapeOverrides
 from paceline.parallel import RankPool

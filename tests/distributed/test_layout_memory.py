@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.benchmarks.config import LayoutCase, LayoutSweep
-from paceline.benchmarks.harness.interleaved import collect, prepare, run_round
+from paceline.benchmarks.harness.ranks import collect, prepare, run_round
 from paceline.benchmarks.layouts import LayoutComparison
 from paceline.benchmarks.options import ShapeOverrides
 from paceline.parallel import RankPool

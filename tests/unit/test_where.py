@@ -18,7 +18,7 @@ GUESSES = {
     "bucket": "parallel/buckets.py",
     "step": "predict/step.py",
     "strategies": "reports/plots/strategies.py",
-    "calibrat": "benchmarks/calibration/calibrate.py",
+    "calibrat": "benchmarks/calibration.py",
     "hardware": "core/hardware.py",
     "checkpoint": "parallel/zero/optimizer_checkpoint.py",
     "fsdp": "parallel/fsdp/container.py",

@@ -18,8 +18,14 @@ from torch import Tensor
 from paceline.accounting.attention import attention_flops, minimum_attention_bytes
 from paceline.benchmarks.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.harness.isolation import Subject, isolated_records
-from paceline.benchmarks.harness.measure import Stopwatch, sample, step_peaks, storage_bytes
-from paceline.benchmarks.harness.records import TORCH_DTYPES, resolve_device
+from paceline.benchmarks.harness.measure import (
+    TORCH_DTYPES,
+    Stopwatch,
+    resolve_device,
+    sample,
+    step_peaks,
+    storage_bytes,
+)
 from paceline.core.host_memory import resident_peak_bytes
 from paceline.core.specs import bytes_per_element
 from paceline.core.units import Progress

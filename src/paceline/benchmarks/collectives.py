@@ -21,8 +21,8 @@ from torch import Tensor
 
 from paceline.accounting.collectives import bus_factor, find_warnings, fit_collective
 from paceline.benchmarks.config import CollectiveCase, CollectiveSweep
+from paceline.benchmarks.harness.measure import Numbers, measured
 from paceline.benchmarks.harness.ranks import MeasuringRanks, measuring_ranks
-from paceline.benchmarks.harness.records import Numbers, measured
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import Operation
 from paceline.core.units import MIB, Progress

@@ -26,7 +26,7 @@ from paceline.accounting.attention import (
 )
 from paceline.benchmarks.config import Architecture, KernelCase, KernelSweep
 from paceline.benchmarks.harness.isolation import IsolatedRun, run_isolated
-from paceline.benchmarks.harness.records import TORCH_DTYPES, measured
+from paceline.benchmarks.harness.measure import TORCH_DTYPES, measured
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device
 from paceline.core.specs import bytes_per_element

@@ -7,27 +7,40 @@ A trace records some rounds of all layouts, after warm-up. The first rank analys
 layout it computes how long the ranks computed and how long they only communicated. For each layout
 with a pipeline it computes how long the stages were idle in every step, and keeps the step of
 median duration in detail, to plot it.
+
+Measured layouts are predicted with the planner's formulas, from a calibration of the same ranks.
 """
 
 import dataclasses
 import os
 import pathlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.benchmarks.config import LayoutCase, LayoutSweep
-from paceline.benchmarks.harness.interleaved import InterleavedBenchmark, measure_rounds, trace_case
-from paceline.benchmarks.harness.measure import ratio_metric, step_peaks
-from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
-from paceline.benchmarks.harness.records import Numbers, measured, predicted
-from paceline.benchmarks.options import LayoutSpec
+from paceline.benchmarks.harness.measure import (
+    Numbers,
+    measured,
+    predicted,
+    ratio_metric,
+    step_peaks,
+)
+from paceline.benchmarks.harness.ranks import (
+    InterleavedBenchmark,
+    MeasuringRanks,
+    measure_rounds,
+    sweep_ranks,
+    trace_case,
+)
+from paceline.benchmarks.options import LayoutSpec, parse_layout
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, step_range
-from paceline.core.specs import BatchShape
+from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import Progress
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
@@ -40,7 +53,11 @@ from paceline.parallel.ranks.device_clock import now, seconds_between, synchroni
 from paceline.parallel.ranks.placement import is_launched
 from paceline.parallel.strategies import without_synchronization
 from paceline.parallel.zero.optimizer import state_tensors
+from paceline.predict.calibration import TOPOLOGY_FIELDS, Calibration, calibrations, inside_host
+from paceline.predict.layout_step import layout_step_time
+from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import MODEL_FIELDS, PREDICTION, PREDICTS
 from paceline.records.schema import model_case_fields
 from paceline.traces.analysis import StepOverlap, analyse_trace
 from paceline.traces.pipeline import PipelineStep, pipeline_steps
@@ -193,15 +210,7 @@ def _records_of(case: LayoutCase, ranks: MeasuringRanks, on_progress: Progress) 
     sweep = case.sweep
     results: list[LayoutResult] | None
     results, outcome, reason = ranks.attempt(
-        lambda: measure_rounds(
-            ranks,
-            LayoutComparison,
-            case,
-            warmup=sweep.warmup,
-            rounds=sweep.rounds,
-            time_limit_s=sweep.time_limit_s,
-            on_progress=on_progress,
-        )
+        lambda: measure_rounds(ranks, LayoutComparison, case, sweep, on_progress)
     )
     for index, spec in enumerate(sweep.specs):
         yield measured(
@@ -253,15 +262,7 @@ def trace_layouts(sweep: LayoutSweep, trace: pathlib.Path, on_progress: Progress
     (case,) = cases
     records: list[Record] = []
     for ranks in _layout_ranks(sweep):
-        trace_case(
-            ranks,
-            LayoutComparison,
-            case,
-            trace,
-            warmup=sweep.warmup,
-            rounds=sweep.rounds,
-            on_progress=on_progress,
-        )
+        trace_case(ranks, LayoutComparison, case, sweep, trace, on_progress)
         if ranks.is_first:
             records += _records(case, ranks, trace)
     return records
@@ -320,3 +321,67 @@ def _schedule_numbers(steps: Sequence[PipelineStep]) -> dict[str, list[float]]:
                 float(piece.what.micro_batch or 0) for piece in pieces
             ]
     return numbers
+
+
+_METHOD = ("baseline", "warmup", "rounds")
+
+
+def layout_predictions(
+    records: Sequence[Record], calibration: Iterable[Record]
+) -> Iterator[Record]:
+    """Yields the prediction for every measured layout: time by term, and memory.
+
+    `calibration` has records of the same ranks; for ranks on several hosts, also of the ranks of
+    one host. Older records of a zero-bubble schedule are skipped: neither trainer nor planner has
+    it.
+    """
+    known = calibrations(calibration)
+    for record in records:
+        if record.kind == "layout" and record.outcome == "ok" and not _is_zero_bubble(record):
+            calibrated = _matching(known, record)
+            inside = inside_host(known, calibrated)
+            case = {name: value for name, value in record.case.items() if name not in _METHOD}
+            yield Record(
+                kind=PREDICTION,
+                case={PREDICTS: "layout", **case},
+                environment=record.environment,
+                metrics=_predict(record, calibrated, inside),
+                outcome="ok",
+            )
+
+
+def _is_zero_bubble(record: Record) -> bool:
+    return "zb=1" in str(record.case["layout"]).split(",")
+
+
+def _matching(known: Sequence[Calibration], record: Record) -> Calibration:
+    wanted = {field: record.case.get(field) for field in TOPOLOGY_FIELDS}
+    for calibration in known:
+        if all(calibration.topology.get(field) == value for field, value in wanted.items()):
+            return calibration
+    text = ", ".join(f"{field} {value}" for field, value in wanted.items() if value is not None)
+    raise UsageError(
+        f"--calibration: no record measured with {text}; run paceline calibrate on these ranks"
+    )
+
+
+def _predict(
+    record: Record, calibration: Calibration, inside: Calibration | None
+) -> dict[str, Metric]:
+    case = record.case
+    written = parse_layout(str(case["layout"]))
+    numbers = {field: case[field] for field in MODEL_FIELDS if field != "model"}
+    context_length, batch_size = int(str(case["context"])), int(str(case["batch_size"]))
+    step = TrainerStep(
+        shape=ModelShape(**numbers, max_context_length=context_length),  # type: ignore[arg-type]
+        context_length=context_length,
+        micro_batch=written.micro_batch,
+        num_micro_batches=written.num_micro_batches(batch_size),
+    )
+    time = layout_step_time(written.layout, step, calibration, inside)
+    values = {
+        "step_time_s": time.total_s,
+        "peak_bytes": trainer_memory(written.layout, step).total,
+        **{name: value for name, value in vars(time).items() if np.any(value)},
+    }
+    return {name: Metric(value=float(np.ravel(value)[0])) for name, value in values.items()}

@@ -31,9 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.accounting.memory.step import INSTANTS, MemoryParts, step_memory
 from paceline.benchmarks.config import OptimizerCase, OptimizerSweep
-from paceline.benchmarks.harness.measure import step_peaks, storage_bytes
+from paceline.benchmarks.harness.measure import (
+    Numbers,
+    measured,
+    predicted,
+    resolve_device,
+    step_peaks,
+    storage_bytes,
+)
 from paceline.benchmarks.harness.ranks import BUILDING_S, MeasuringRanks, sweep_ranks
-from paceline.benchmarks.harness.records import Numbers, measured, predicted, resolve_device
 from paceline.benchmarks.strategies import StrategyStep, memory_obstacle, strategy_case_fields
 from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.specs import precision_preset

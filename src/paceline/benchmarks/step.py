@@ -18,8 +18,14 @@ from paceline.accounting.flops import AttentionConvention, flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.benchmarks.config import StepCase, StepSweep
 from paceline.benchmarks.harness.isolation import Subject, isolated_records
-from paceline.benchmarks.harness.measure import Stopwatch, sample, step_peaks, storage_bytes
-from paceline.benchmarks.harness.records import TORCH_DTYPES, resolve_device
+from paceline.benchmarks.harness.measure import (
+    TORCH_DTYPES,
+    Stopwatch,
+    resolve_device,
+    sample,
+    step_peaks,
+    storage_bytes,
+)
 from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset

@@ -14,12 +14,12 @@ from paceline.accounting.flops import flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import StepCase, StepSweep
-from paceline.benchmarks.harness.measure import storage_bytes
-from paceline.benchmarks.harness.records import (
+from paceline.benchmarks.harness.measure import (
     current_environment,
     measured,
     predicted,
     resolve_device,
+    storage_bytes,
 )
 from paceline.benchmarks.step import TimedStep, step_case_fields
 from paceline.core.errors import UsageError

@@ -26,10 +26,21 @@ from torch import Tensor, nn
 
 from paceline.accounting.memory.model_states import rank_state_bytes
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, StepCase, Variant
-from paceline.benchmarks.harness.interleaved import InterleavedBenchmark, measure_rounds
-from paceline.benchmarks.harness.measure import ratio_metric, step_peaks, storage_bytes
-from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
-from paceline.benchmarks.harness.records import Numbers, measured, predicted, resolve_device
+from paceline.benchmarks.harness.measure import (
+    Numbers,
+    measured,
+    predicted,
+    ratio_metric,
+    resolve_device,
+    step_peaks,
+    storage_bytes,
+)
+from paceline.benchmarks.harness.ranks import (
+    InterleavedBenchmark,
+    MeasuringRanks,
+    measure_rounds,
+    sweep_ranks,
+)
 from paceline.benchmarks.step import LEARNING_RATE, TimedStep, step_case_fields
 from paceline.core.ranges import step_range
 from paceline.core.specs import precision_preset
@@ -339,15 +350,8 @@ def _predictions(
 def _measure(
     sweep: DataParallelSweep, case: DataParallelCase, ranks: MeasuringRanks, on_progress: Progress
 ) -> list[VariantResult]:
-    results: list[VariantResult] = measure_rounds(
-        ranks,
-        StrategyComparison,
-        case,
-        warmup=sweep.warmup,
-        rounds=sweep.rounds,
-        time_limit_s=sweep.time_limit_s,
-        on_progress=on_progress,
-    )
+    results: list[VariantResult]
+    results = measure_rounds(ranks, StrategyComparison, case, sweep, on_progress)
     for variant, result in zip(case.variants, results, strict=True):
         if result.choice is not None and ranks.is_first:
             _logger.info("%s: %s", variant.label, result.choice.explain())

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from paceline.accounting.overlap import simulate_buckets
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep
-from paceline.benchmarks.harness.interleaved import trace_case
-from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
-from paceline.benchmarks.harness.records import Numbers, measured, predicted
+from paceline.benchmarks.harness.measure import Numbers, measured, predicted
+from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks, trace_case
 from paceline.benchmarks.strategies import EXPOSED, StrategyComparison, case_fields, memory_obstacle
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, short_name
@@ -52,15 +51,8 @@ def trace_data_parallel(
         strategies = [variant.strategy for variant in case.variants]
         if (obstacle := memory_obstacle(ranks, case.step, strategies)) is not None:
             raise UsageError(obstacle)
-        traced: TracedRounds = trace_case(
-            ranks,
-            TracedComparison,
-            case,
-            trace,
-            warmup=sweep.warmup,
-            rounds=sweep.rounds,
-            on_progress=on_progress,
-        )
+        traced: TracedRounds
+        traced = trace_case(ranks, TracedComparison, case, sweep, trace, on_progress)
         if ranks.is_first:
             records += _records(case, ranks, analyse_trace(trace), traced)
     return records

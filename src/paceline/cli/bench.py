@@ -111,7 +111,7 @@ class LayoutCommand(SweepCommand[LayoutSweep]):
     def predictions(self, records: "list[Record]") -> "Iterator[Record]":
         """Yields the planner's predictions if a calibration is given."""
         if self.calibration is not None:
-            from paceline.benchmarks.layout_predictions import layout_predictions
+            from paceline.benchmarks.layouts import layout_predictions
             from paceline.records import RecordStore
 
             yield from layout_predictions(records, RecordStore(self.calibration).read())

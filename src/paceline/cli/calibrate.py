@@ -24,7 +24,7 @@ class CalibrateCommand:
 
     def run(self) -> int:
         """Measures, appends to the store, and prints."""
-        from paceline.benchmarks.calibration.calibrate import calibration_records
+        from paceline.benchmarks.calibration import calibration_records
 
         with case_progress(1) as progress:
             made = calibration_records(self.sweep, progress.step)

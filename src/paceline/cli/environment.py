@@ -24,20 +24,20 @@ class EnvironmentCommand:
         """Prints the environment; raises an error if the self-test fails."""
         import torch
 
-        from paceline.benchmarks.harness import records
+        from paceline.benchmarks.harness import measure
         from paceline.parallel.ranks.hardware import describe_hardware
         from paceline.records import Record
         from paceline.records.environment import network_links
 
-        case = describe_hardware(records.resolve_device("auto")).as_case()
+        case = describe_hardware(measure.resolve_device("auto")).as_case()
         case["self_test"] = self.self_test
         metrics: dict[str, Metric] = {}
         if self.self_test:
             backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
             case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
             metrics["all_reduce_time_s"] = _self_test(backend)
-        environment = records.current_environment()
-        links = [*records.peer_links(), *network_links()]
+        environment = measure.current_environment()
+        links = [*measure.peer_links(), *network_links()]
         # Last: a kernel that fails may leave the device unusable for this process.
         attention_tests = _test_attention() if self.self_test else []
         record = Record(

@@ -20,7 +20,7 @@ from paceline.benchmarks.attention import (
     measure_attention,
 )
 from paceline.benchmarks.config import AttentionCase, AttentionSweep
-from paceline.benchmarks.harness.records import TORCH_DTYPES
+from paceline.benchmarks.harness.measure import TORCH_DTYPES
 from paceline.core.units import MIB
 from paceline.parallel.ranks.hardware import HardwareLocation
 from paceline.records import find_kind

@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from paceline.benchmarks.harness.records import measured, resolve_device
+from paceline.benchmarks.harness.measure import measured, resolve_device
 from paceline.benchmarks.options import DeviceName, RunLimits
 from paceline.core.errors import is_out_of_memory
 from paceline.core.processes import die_with_parent, ignore_sigint

@@ -1,4 +1,4 @@
-"""Times a step by stopwatch and measures its peak memory.
+"""Times a step by stopwatch, measures its peak memory, and creates records on this machine.
 
 A GPU runs asynchronously: without waiting for it, a timer measures only the launches. Warm-up keeps
 one-time work (allocation, kernel selection, compilation) out of the samples.
@@ -9,17 +9,23 @@ step, activations hide it. On CUDA the allocator tracks the peak. On a CPU it is
 profiler's allocation events; the kernel's count of resident pages is reported separately.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.accounting.intervals import bootstrap_medians
+from paceline.core.errors import UsageError
 from paceline.core.units import Progress
 from paceline.parallel.ranks.device_clock import synchronize
-from paceline.records.schema import Metric
+from paceline.records import CaseValue, Metric, Record
+from paceline.records.environment import Environment, capture_environment
+from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.records.schema import Outcome
 from paceline.traces.memory import peak_allocations
 
 _BOOTSTRAP_DRAWS = 4000
@@ -111,3 +117,73 @@ def step_peaks(
         torch.cuda.synchronize(device)
         peaks[name] = torch.cuda.max_memory_allocated(device)
     return peaks
+
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(name: str) -> torch.device:
+    """Returns the device named auto, cpu or cuda; raises if it is missing."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return torch.device(name)
+
+
+def current_environment() -> Environment:
+    """Describes this machine, accelerators included."""
+    names = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
+    return capture_environment(
+        devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        backends=[name for name in names if dist.is_backend_available(name)],
+    )
+
+
+def peer_links() -> list[str]:
+    """Returns the pairs of accelerators with direct access to each other's memory."""
+    return [
+        f"cuda:{first} <-> cuda:{second} peer access"
+        for first, second in itertools.combinations(range(torch.cuda.device_count()), 2)
+        if torch.cuda.can_device_access_peer(first, second)
+    ]
+
+
+Numbers = Mapping[str, Metric | float | Sequence[float]]
+"""Metrics by name: complete, as a single number, or as samples."""
+
+
+def measured(
+    kind: str,
+    case: Mapping[str, CaseValue],
+    numbers: Numbers,
+    *,
+    outcome: Outcome = "ok",
+    reason: str | None = None,
+    warnings: Sequence[str] = (),
+) -> Record:
+    """Returns a record of the results of a case on this machine."""
+    return Record(
+        kind=kind,
+        case=dict(case),
+        environment=current_environment(),
+        metrics={name: _metric(number) for name, number in numbers.items()},
+        outcome=outcome,
+        reason=reason,
+        warnings=tuple(warnings),
+    )
+
+
+def predicted(kind: str, case: Mapping[str, CaseValue], numbers: Numbers) -> Record:
+    """Returns a record of the predictions for a case of that kind."""
+    return measured(PREDICTION, {PREDICTS: kind, **case}, numbers)
+
+
+def _metric(number: Metric | float | Sequence[float]) -> Metric:
+    if isinstance(number, Metric):
+        return number
+    return Metric.from_samples(number) if isinstance(number, Sequence) else Metric(value=number)

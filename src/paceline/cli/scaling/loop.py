@@ -158,7 +158,7 @@ class LoopCommand:
     def _calibrate(
         self, models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
     ) -> None:
-        from paceline.benchmarks.calibration.calibrate import calibration_records
+        from paceline.benchmarks.calibration import calibration_records
         from paceline.benchmarks.config import ShapeCalibration
         from paceline.cli.output import case_progress
         from paceline.records import RecordStore

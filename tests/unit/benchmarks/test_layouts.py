@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.benchmarks.layout_predictions import layout_predictions
+from paceline.benchmarks.layouts import layout_predictions
 from paceline.core import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape

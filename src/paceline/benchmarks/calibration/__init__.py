@@ -1,1 +1,0 @@
-"""Measurements of this machine's speed, the basis of a Calibration."""
