@@ -30,14 +30,14 @@ from training_service import (
 
 from paceline.core.errors import PacelineError, UsageError
 from paceline.records import Record
-from paceline.scaling.candidates import (
+from paceline.scaling.design import (
     FARTHEST_BELOW,
+    Posterior,
     is_near,
     learn_from,
     propose_runs,
     require_target,
 )
-from paceline.scaling.design import Posterior
 from paceline.scaling.records import describe_design, design_record, run_record
 from paceline.scaling.surface import Array
 from paceline.scaling.sweep import Sweep

@@ -7,7 +7,7 @@ import sys
 
 from paceline.course.report import build_report
 from paceline.records import RecordStore
-from paceline.reports.document.render import render_html
+from paceline.reports.document import render_html
 
 report = build_report(list(RecordStore(sys.argv[1]).read()))
 for section in report.sections:

@@ -32,12 +32,11 @@ from paceline.planner.goodput.simulate import GOODPUT, REPLAY
 from paceline.records import Record, RecordStore, latest_per_case
 from paceline.records.kinds import PREDICTION
 from paceline.reports.plots.attention import plot_tiles
-from paceline.reports.plots.dataset import plot_document_lengths
 from paceline.reports.plots.registry import draw
 from paceline.reports.plots.reliability import plot_chaos
 from paceline.reports.plots.strategies import plot_designs
 from paceline.reports.plots.style import dark, save_figure
-from paceline.reports.plots.training_run import plot_losses, plot_phases
+from paceline.reports.plots.training_run import plot_document_lengths, plot_losses, plot_phases
 from paceline.reports.tables.measurements import implementations_table, kernels_table
 from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.profile import (

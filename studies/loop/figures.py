@@ -20,7 +20,7 @@ from paceline.reports.plots.scaling_laws import plot_errors, plot_target
 from paceline.reports.plots.style import dark
 from paceline.reports.tables.predictions import WRITTEN, coverage_table, outcome_table
 from paceline.reports.tables.table import Table
-from paceline.scaling.candidates import learn_from
+from paceline.scaling.design import learn_from
 from studies.harness.docs import RESULTS, publish
 from studies.loop.baselines import RANDOM, RULE
 

@@ -36,8 +36,13 @@ from buy_runs import (
 from training_service import TRAIN_FLOPS, Reply, RunRequest, ServiceError, TrainingService
 
 from paceline.core.errors import UsageError
-from paceline.scaling.candidates import EXPECTED_NOISE, FARTHEST_BELOW, REACH, learn_from
-from paceline.scaling.design import published_prior
+from paceline.scaling.design import (
+    EXPECTED_NOISE,
+    FARTHEST_BELOW,
+    REACH,
+    learn_from,
+    published_prior,
+)
 from paceline.scaling.surface import LossSurface
 
 

@@ -24,7 +24,7 @@ GUESSES = {
     "fsdp": "parallel/fsdp/container.py",
     "triton": "kernels/attention/triton/forward.py",
     "backtest": "predict/backtest.py",
-    "render": "reports/document/render.py",
+    "document": "reports/document.py",
 }
 
 

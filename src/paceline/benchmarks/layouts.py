@@ -40,7 +40,7 @@ from paceline.benchmarks.harness.ranks import (
 from paceline.benchmarks.options import LayoutSpec, parse_layout
 from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, step_range
-from paceline.core.specs import BatchShape, ModelShape
+from paceline.core.specs import BatchShape
 from paceline.core.units import Progress
 from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
@@ -57,11 +57,10 @@ from paceline.predict.calibration import TOPOLOGY_FIELDS, Calibration, calibrati
 from paceline.predict.layout_step import layout_step_time
 from paceline.predict.trainer_memory import TrainerStep, trainer_memory
 from paceline.records import CaseValue, Metric, Record
-from paceline.records.kinds import MODEL_FIELDS, PREDICTION, PREDICTS
-from paceline.records.schema import model_case_fields
-from paceline.traces.analysis import StepOverlap, analyse_trace
+from paceline.records.kinds import PREDICTION, PREDICTS
+from paceline.records.schema import model_case_fields, model_of_case
+from paceline.traces.analysis import StepOverlap, analyse_trace, part_samples
 from paceline.traces.pipeline import PipelineStep, pipeline_steps
-from paceline.traces.records import part_samples
 from paceline.training.parallelize import place_model
 
 STEP = "step_time_s"
@@ -370,10 +369,11 @@ def _predict(
 ) -> dict[str, Metric]:
     case = record.case
     written = parse_layout(str(case["layout"]))
-    numbers = {field: case[field] for field in MODEL_FIELDS if field != "model"}
     context_length, batch_size = int(str(case["context"])), int(str(case["batch_size"]))
+    shape = model_of_case(case)
+    assert shape is not None  # The kind requires the fields of a model.
     step = TrainerStep(
-        shape=ModelShape(**numbers, max_context_length=context_length),  # type: ignore[arg-type]
+        shape=dataclasses.replace(shape, max_context_length=context_length),
         context_length=context_length,
         micro_batch=written.micro_batch,
         num_micro_batches=written.num_micro_batches(batch_size),

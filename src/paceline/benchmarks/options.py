@@ -157,11 +157,7 @@ class LayoutSpec:
 
 
 def parse_layout(text: str) -> LayoutSpec:
-    """Parses a layout from text; an error names the invalid part.
-
-    Args:
-        text: A layout such as ``pipeline=2,micro=1``.
-    """
+    """Parses a layout such as ``pipeline=2,micro=1``; an error names the invalid part."""
     numbers: dict[str, int] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")

@@ -30,11 +30,10 @@ from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes
 from paceline.records import Record
-from paceline.traces.analysis import analyse_trace
+from paceline.traces.analysis import ALL_OPERATORS, analyse_trace, operator_records, step_records
 from paceline.traces.capture import profiling, record_memory
 from paceline.traces.catalog import OpClass
 from paceline.traces.memory import Category, MemoryTimeline, memory_timeline, read_allocations
-from paceline.traces.records import ALL_OPERATORS, operator_records, step_records
 
 
 def profile_step(sweep: StepSweep, trace: pathlib.Path, on_progress: Progress) -> list[Record]:

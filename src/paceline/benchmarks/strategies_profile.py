@@ -24,8 +24,7 @@ from paceline.parallel.bucket_size import GroupCost, measure_group
 from paceline.parallel.strategies import record_statistics, synchronization_stats
 from paceline.parallel.traffic import SynchronizationStats
 from paceline.records import Record
-from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace
-from paceline.traces.records import part_samples
+from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace, part_samples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import msgspec
 from paceline.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpointError, cannot_read
 from paceline.core.errors import TruncatedError
 from paceline.data.storage import Storage
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

@@ -137,7 +137,7 @@ class ShowCommand:
             for text in _beginnings(storage, manifest, self.split, self.documents):
                 sys.stdout.write(f"| {text}\n")
         if self.figure is not None:
-            from paceline.reports.plots.dataset import plot_document_lengths
+            from paceline.reports.plots.training_run import plot_document_lengths
 
             what = f"{self.place}, {self.split}"
             plot_document_lengths(lengths, what, self.context).savefig(self.figure)

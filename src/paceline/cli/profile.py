@@ -101,8 +101,7 @@ class TraceCommand:
     def run(self) -> int:
         """Analyses the trace and prints tables."""
         from paceline.records.environment import capture_environment
-        from paceline.traces.analysis import analyse_trace
-        from paceline.traces.records import operator_records, step_records
+        from paceline.traces.analysis import analyse_trace, operator_records, step_records
 
         with byte_progress(self.trace) as advance:
             analysis = analyse_trace(self.trace, advance)

@@ -179,7 +179,7 @@ class RunCommand:
 
     def run(self) -> int:
         """Writes the report and prints its path."""
-        from paceline.reports.document.training_run import write_run_page
+        from paceline.reports.run_page import write_run_page
 
         page = self.run_directory / "report.html" if self.out is None else self.out
         with work_progress("writing the report"):

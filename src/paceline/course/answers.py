@@ -16,8 +16,7 @@ from paceline.core.specs import DType
 from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
 from paceline.records import CaseValue, Metric, Record
 from paceline.reports.comparison import Ratio, compare
-from paceline.reports.document.model import Block
-from paceline.reports.document.render import draw_picture
+from paceline.reports.document import Block, draw_picture
 from paceline.reports.fields import model_name, strategy_text
 from paceline.reports.record_sets import RecordSet, describe_environments, describe_topology
 from paceline.reports.tables.table import Table, records_table

@@ -19,7 +19,7 @@ from paceline.course.answers import (
     row,
 )
 from paceline.records import Record
-from paceline.reports.document.model import Block
+from paceline.reports.document import Block
 from paceline.reports.fields import case_number, describe_fields, split_fields
 from paceline.reports.record_sets import RecordSet, comparable_groups, describe_environments, varies
 from paceline.reports.tables.measurements import implementations_table, kernels_table

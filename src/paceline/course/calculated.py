@@ -23,8 +23,7 @@ from paceline.course.accounting import account
 from paceline.course.answers import Answer, Row, numbers_of, row
 from paceline.course.parallel import BASELINE, SHARDED
 from paceline.records import Record, join_key
-from paceline.reports.document.model import Block
-from paceline.reports.document.render import picture_of
+from paceline.reports.document import Block, picture_of
 from paceline.reports.plots.attention import plot_tiles
 from paceline.reports.plots.scaling_laws import SCALING_PLOTS
 from paceline.reports.plots.strategies import plot_designs

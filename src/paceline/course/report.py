@@ -10,8 +10,7 @@ from paceline.course.questions import DELIVERABLES, QUESTIONS
 from paceline.course.suite import SEPARATOR, is_partial
 from paceline.records import Record
 from paceline.records.kinds import ATTEMPT, PREDICTION
-from paceline.reports.document.model import AnsweredPart, Report, Section
-from paceline.reports.document.render import render_html, write_markdown
+from paceline.reports.document import AnsweredPart, Report, Section, render_html, write_markdown
 from paceline.reports.record_sets import RecordSet, describe_machines
 
 _logger = logging.getLogger(__name__)

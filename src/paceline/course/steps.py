@@ -17,10 +17,10 @@ from paceline.course.answers import (
 )
 from paceline.records import CaseValue, Record, find_kind, join_key
 from paceline.records.kinds import MODEL_FIELDS
+from paceline.records.schema import model_of_case
 from paceline.reports.comparison import compare
-from paceline.reports.document.model import Block
-from paceline.reports.document.render import picture_of
-from paceline.reports.fields import case_number, model_key, model_name, num_parameters, shape_of
+from paceline.reports.document import Block, picture_of
+from paceline.reports.fields import case_number, model_key, model_name, num_parameters
 from paceline.reports.plots.step import plot_work
 from paceline.reports.record_sets import (
     ProfileRun,
@@ -44,9 +44,9 @@ from paceline.reports.tables.profile import (
     work_table,
 )
 from paceline.reports.tables.table import Table, records_table
+from paceline.traces.analysis import ALL_OPERATORS
 from paceline.traces.catalog import OpClass
 from paceline.traces.operators import EVERYWHERE
-from paceline.traces.records import ALL_OPERATORS
 
 _PHASES = ("forward", "backward", "optimizer", "step")
 # AdamW reads weight, gradient and both moments, and writes all but the gradient.
@@ -99,7 +99,7 @@ def _model_row(measured: Sequence[Record]) -> Row:
 
 def _flops_ratio(record: Record) -> float | None:
     """Returns the FLOPs of backward, with recomputed activations, over those of forward."""
-    shape, context = shape_of(record), int(case_number(record, "context"))
+    shape, context = model_of_case(record.case), int(case_number(record, "context"))
     if shape is None:
         return None
     recomputed = record.case["activation_checkpointing"] == "full"

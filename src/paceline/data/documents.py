@@ -21,7 +21,7 @@ from paceline.core.errors import DataError, UsageError
 from paceline.core.units import MIB
 from paceline.data.megatron import MegatronDataset
 from paceline.data.source_files import FoundFile, read_chunks
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -14,7 +14,7 @@ import msgspec
 
 from paceline.core.errors import DataError
 from paceline.data.storage import Storage
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

@@ -17,8 +17,7 @@ from paceline.loop.sweep_design import FINAL, find_shape, planned_run
 from paceline.loop.sweep_directory import ROWS, SweepDirectory
 from paceline.loop.sweep_rules import Rule
 from paceline.scaling import ScalingFit, diagnose, fit, read_sweep
-from paceline.scaling.candidates import learn_from
-from paceline.scaling.design import Posterior
+from paceline.scaling.design import Posterior, learn_from
 from paceline.scaling.model_shapes import rule_of_thumb_parameters
 from paceline.scaling.surface import tokens_for
 

@@ -30,7 +30,7 @@ from paceline.data.storage import LocalStorage
 from paceline.loop.sweep_design import COST_OF_LARGEST, Limits, PlannedRun, SweepSpec
 from paceline.loop.sweep_directory import SweepDirectory
 from paceline.predict.history import HistoryEntry
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 
 _SPEC = "loop.json"
 _SWEEP = "sweep"

@@ -35,8 +35,8 @@ from paceline.planner.search.search import SearchResult, search
 from paceline.planner.search.spec import PerformanceModel, SearchSpec
 from paceline.records.schema import with_interval
 from paceline.reports.tables.table import Table
-from paceline.scaling.candidates import learn_from
 from paceline.scaling.decide import WRONG_BY
+from paceline.scaling.design import learn_from
 from paceline.scaling.model_shapes import cluster_shape, suggested_batch_tokens
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast

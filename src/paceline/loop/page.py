@@ -12,14 +12,13 @@ from paceline.loop.choose import fit_sweep
 from paceline.loop.directory import PAGE, ChosenLayout, ChosenModel, LoopDirectory, Outcome
 from paceline.loop.sweep import sweep_table
 from paceline.predict.history import HistoryEntry, accuracy_by_quantity, read_history
-from paceline.reports.document.model import Block, Chapter, Page, Picture
-from paceline.reports.document.render import picture_of, render_page
+from paceline.reports.document import Block, Chapter, Page, Picture, picture_of, render_page
 from paceline.reports.plots.scaling_laws import plot_errors, plot_profiles, plot_target
 from paceline.reports.plots.training_run import plot_losses, plot_step_times
 from paceline.reports.tables.predictions import coverage_table, outcome_table
 from paceline.reports.tables.table import Table
 from paceline.reports.training_run import read_run
-from paceline.scaling.candidates import learn_from
+from paceline.scaling.design import learn_from
 from paceline.scaling.fits.all_methods import ScalingFit
 
 

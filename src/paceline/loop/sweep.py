@@ -38,8 +38,8 @@ from paceline.loop.sweep_directory import (
 )
 from paceline.loop.sweep_rules import Rule, best_factor, rule_finding, rule_of_rates
 from paceline.loop.sweep_task import make_task
-from paceline.records.codecs import UNDECODABLE
 from paceline.records.schema import with_interval
+from paceline.records.store import UNDECODABLE
 from paceline.reports.tables.table import Table
 from paceline.scaling.sweep import Sweep, sweep_from_rows
 from paceline.training.config import RunConfig

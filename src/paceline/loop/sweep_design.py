@@ -19,8 +19,7 @@ from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.specs import ModelShape
 from paceline.loop.sweep_rules import VARIED_BATCHES, VARIED_RATES, Rule
-from paceline.scaling.candidates import learn_from
-from paceline.scaling.design import Posterior
+from paceline.scaling.design import Posterior, learn_from
 from paceline.scaling.model_shapes import Ladder, ladder_shape, plain_ladder
 from paceline.scaling.surface import compute_for
 from paceline.scaling.sweep import Sweep

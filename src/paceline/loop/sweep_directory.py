@@ -26,7 +26,7 @@ from paceline.data.storage import LocalStorage
 from paceline.loop.run_config import run_config
 from paceline.loop.sweep_design import CHECKS, FIT, PlannedRun, SweepSpec
 from paceline.records import Outcome, Record
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 from paceline.training.config import RunConfig
 from paceline.training.run_directory import RECORD, last_record
 from paceline.training.toml_config import encode_config, read_config

@@ -8,8 +8,8 @@ reasons to doubt a measured number.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -76,6 +76,12 @@ def with_interval(number: Metric | Estimate, write: Callable[[float], str]) -> s
     return f"{write(number.value)} ({write(number.low)} to {write(number.high)})"
 
 
+def interval_ends(number: Metric | Estimate) -> tuple[float, float]:
+    """Returns both ends of a number's interval; an end that is unknown is the number itself."""
+    low, high = (number.value if end is None else end for end in (number.low, number.high))
+    return low, high
+
+
 def _require_finite(numbers: Sequence[float]) -> None:
     if not all(map(math.isfinite, numbers)):
         raise RecordError(f"a metric must be finite, got {list(numbers)}")
@@ -128,6 +134,26 @@ def join_key(record: Record) -> tuple[CaseValue, ...]:
     kind = record.measured_kind
     fields = (*kind.join_key, *LINK_SHAPE)
     return (kind.name, *(record.case.get(field) for field in fields))
+
+
+_MODEL_SIZES = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
+_OPTIONAL_SIZES = ("num_kv_heads", "head_dim")
+
+
+def missing_model_fields(case: Mapping[str, object]) -> list[str]:
+    """Returns the dimensions of a model that a case lacks, or that are not whole numbers."""
+    missing = [field for field in _MODEL_SIZES if not isinstance(case.get(field), int)]
+    return missing + [
+        field for field in _OPTIONAL_SIZES if not isinstance(case.get(field), int | None)
+    ]
+
+
+def model_of_case(case: Mapping[str, object]) -> ModelShape | None:
+    """Returns the model that `model_case_fields` described; None if the case lacks its fields."""
+    if missing_model_fields(case):
+        return None
+    sizes: dict[str, Any] = {field: case.get(field) for field in (*_MODEL_SIZES, *_OPTIONAL_SIZES)}
+    return ModelShape(**sizes, tied_embeddings=case.get("tied_embeddings") is True)
 
 
 def model_case_fields(name: str, shape: ModelShape, batch: BatchShape) -> dict[str, CaseValue]:

@@ -8,6 +8,8 @@ error for an unknown key or a damaged line names file, line and field.
 A `RowFile` has a single writer. Each append is one write, so that readers see whole lines. A
 partial line at the end, left by a killed writer, is ignored. A run that resumes from an earlier
 step deletes the rows after it.
+
+A plan is a JSON file by itself, which is decoded as strictly.
 """
 
 import contextlib
@@ -19,12 +21,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from paceline.core.errors import RecordError
+from paceline.core.errors import RecordError, ShapeError
 from paceline.core.files import atomic_file
+from paceline.core.plan import Plan
 from paceline.core.strategies import with_current_names
-from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions from decoding untrusted JSON; deep nesting raises the last."""
+
 
 _DECODER = msgspec.json.Decoder(Record)
 
@@ -128,12 +134,9 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class RowFile(Generic[RowT]):
-    """Rows in the order of their steps.
+    """Rows in the order of their steps, in a file that the first row creates.
 
-    Args:
-        path: The file, which is created with its first row.
-        row_type: The type that msgspec decodes a line to: a struct, or a union of structs.
-        what: Description of a row in error messages.
+    msgspec decodes a line to `row_type`, a struct or a union of structs. Errors call a row `what`.
     """
 
     def __init__(self, path: str | os.PathLike[str], row_type: Any, what: str) -> None:
@@ -172,3 +175,34 @@ class RowFile(Generic[RowT]):
         kept = b"".join(msgspec.json.encode(row) + b"\n" for row in self.read() if row.step <= step)
         with atomic_file(self.path) as file:
             file.write(kept)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Encodes a `plan` as one JSON object."""
+    return msgspec.json.encode(plan)
+
+
+def decode_plan(data: bytes, source: str = "plan") -> Plan:
+    """Decodes a plan from `data`; errors name `source` and the invalid field."""
+    try:
+        raw = msgspec.json.decode(data)
+        plan = msgspec.convert(raw, Plan)
+    except (*UNDECODABLE, ShapeError) as error:
+        raise RecordError(f"{source}: not a valid plan: {error}") from error
+    unknown = _first_unknown_key(raw, msgspec.to_builtins(plan), "$")
+    if unknown is not None:
+        raise RecordError(f"{source}: not a valid plan: unknown field `{unknown}`")
+    return plan
+
+
+def _first_unknown_key(raw: dict[str, Any], known: dict[str, Any], path: str) -> str | None:
+    # msgspec forbids unknown keys only for its own structs; the specs are plain dataclasses so
+    # that core has no dependencies.
+    for key, value in raw.items():
+        if key not in known:
+            return f"{path}.{key}"
+        if isinstance(value, dict):
+            unknown = _first_unknown_key(value, known[key], f"{path}.{key}")
+            if unknown is not None:
+                return unknown
+    return None

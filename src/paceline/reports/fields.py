@@ -1,17 +1,17 @@
 """Case fields of records: which vary and which are shared, their texts, and the model in them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from paceline.accounting import count_parameters
 from paceline.core.errors import UsageError
-from paceline.core.specs import ModelShape
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
 from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, MODEL_FIELDS
+from paceline.records.schema import model_of_case
 
 # A named model implies its dimensions, so these are shown only for unnamed shapes.
 _DIMENSIONS = MODEL_FIELDS[1:]
+_UNNAMED = "custom"
 _UNIT_SUFFIXES = {"_bits_per_s": "bit/s", "_bytes": "B"}
 # Unit suffix of bucket sizes. As in torch and the courses, "mb" means 2^20 bytes.
 _MEBIBYTES = "_mb"
@@ -127,28 +127,12 @@ def field_text(field: str, value: CaseValue) -> str:
 
 
 def _is_named(record: Record) -> bool:
-    return "model" in record.case and record.case["model"] != "custom"
-
-
-_MODEL_DIMENSIONS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
-_UNNAMED = "custom"
-
-
-def shape_of(record: Record) -> ModelShape | None:
-    """Returns the dimensions of a case's model; None if the case does not have them."""
-    sizes: dict[str, Any] = {
-        field: value
-        for field in (*_MODEL_DIMENSIONS, "num_kv_heads", "head_dim")
-        if isinstance(value := record.case.get(field), int)
-    }
-    if not sizes.keys() >= set(_MODEL_DIMENSIONS):
-        return None
-    return ModelShape(**sizes, tied_embeddings=record.case.get("tied_embeddings") is True)
+    return "model" in record.case and record.case["model"] != _UNNAMED
 
 
 def num_parameters(record: Record) -> int:
     """Returns the number of parameters of a case's model; 0 if its dimensions are unknown."""
-    shape = shape_of(record)
+    shape = model_of_case(record.case)
     return 0 if shape is None else count_parameters(shape).total
 
 

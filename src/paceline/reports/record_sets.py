@@ -24,7 +24,7 @@ from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
 from paceline.records.store import case_key
 from paceline.reports.comparison import Ratio, compare
 from paceline.reports.fields import case_number
-from paceline.traces.records import ALL_OPERATORS
+from paceline.traces.analysis import ALL_OPERATORS
 
 _STAMPING = datetime.timedelta(seconds=2)
 """Timestamps of records from one run of a command differ by at most this."""

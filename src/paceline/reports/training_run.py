@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.core.errors import RecordError, UsageError
 from paceline.records import Environment
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 from paceline.training.forecast import Forecast
 from paceline.training.metrics import (
     STARTED,

@@ -5,8 +5,8 @@ fit, `decide` picks a model for a budget, and `propose_runs` selects which candi
 """
 
 from paceline.core.finding import Finding
-from paceline.scaling.candidates import CandidateRun, candidate_runs, propose_runs
 from paceline.scaling.decide import Decision, decide
+from paceline.scaling.design import CandidateRun, candidate_runs, propose_runs
 from paceline.scaling.diagnose import diagnose
 from paceline.scaling.fits.all_methods import ScalingFit, fit
 from paceline.scaling.fits.prediction import Prediction, predict

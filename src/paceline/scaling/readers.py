@@ -14,12 +14,10 @@ from collections.abc import Mapping
 
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
-from paceline.core.specs import ModelShape
+from paceline.records.schema import missing_model_fields, model_of_case
 from paceline.scaling.sweep import Sweep, sweep_from_rows
 
-_MODEL_FIELDS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
 _ARRAY_FIELDS = ("compute_budget", "parameters", "tokens", "final_loss")
-_OPTIONAL_MODEL_FIELDS = ("num_kv_heads", "head_dim", "tied_embeddings")
 
 
 def read_sweep(path: str | os.PathLike[str], *, name: str | None = None) -> Sweep:
@@ -145,9 +143,8 @@ def _row_of_record(record: Mapping[str, object], where: str) -> Mapping[str, obj
 
 
 def _parameters(case: Mapping[str, object], where: str) -> int:
-    missing = [field for field in _MODEL_FIELDS if not isinstance(case.get(field), int)]
-    if missing:
-        raise UsageError(f"{where}: case.{missing[0]} is missing, so its parameters are not known")
-    fields = {field: case[field] for field in _MODEL_FIELDS}
-    fields |= {field: case[field] for field in _OPTIONAL_MODEL_FIELDS if field in case}
-    return count_parameters(ModelShape(**fields)).total  # type: ignore[arg-type]
+    shape = model_of_case(case)
+    if shape is None:
+        missing = missing_model_fields(case)[0]
+        raise UsageError(f"{where}: case.{missing} is missing, so its parameters are not known")
+    return count_parameters(shape).total

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from paceline.core.finding import Finding
 from paceline.records import Metric, Record, capture_environment
-from paceline.scaling.candidates import Candidate
+from paceline.records.schema import interval_ends
 from paceline.scaling.claims import AllocationCost
 from paceline.scaling.decide import Decision
-from paceline.scaling.design import Posterior
+from paceline.scaling.design import Candidate, Posterior
 from paceline.scaling.surface import compute_for, tokens_for
 
 
@@ -37,9 +37,9 @@ def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding])
 def design_record(posterior: Posterior, target: float) -> Record:
     """Returns the best model for a target, as known after a design's runs."""
     best = posterior.best_parameters(target)
+    smallest, largest = interval_ends(best)
     # The largest model trains on the fewest tokens.
-    sizes = best.value, best.high or best.value, best.low or best.value
-    tokens = tokens_for(target, sizes).tolist()
+    tokens = tokens_for(target, (best.value, largest, smallest)).tolist()
     return Record(
         kind="scaling",
         case={"method": "design", "compute_budget": target},
@@ -56,7 +56,7 @@ def design_record(posterior: Posterior, target: float) -> Record:
 def describe_design(posterior: Posterior, target: float) -> str:
     """Describes the best N of `design_record` in a line, with its interval and assumed noise."""
     best = posterior.best_parameters(target)
-    factor = (best.high or best.value) / best.value
+    factor = interval_ends(best)[1] / best.value
     return (
         f"N at {target:.3g} FLOPs: {best.value:.3g}, known to within a factor of {factor:.3g} "
         f"(90%) if repeated losses agree to {posterior.noise:.1%}"

@@ -98,11 +98,9 @@ class PipelineStep:
 def pipeline_steps(
     steps: Sequence[StepOverlap], ranks: Collection[int]
 ) -> tuple[PipelineStep, ...]:
-    """Returns the steps of one pipeline, with the work of its ranks.
+    """Returns the steps of the pipeline on `ranks`, with their work.
 
-    Args:
-        steps: Steps of all ranks, from one trace.
-        ranks: Ranks of the pipeline; other ranks may run the same stages on other data.
+    Other ranks of the trace may run the same stages on other data.
     """
     # All ranks run the same steps in the same order.
     found: dict[tuple[int, str], list[tuple[int, int, int, PipelineRange]]] = {}
@@ -148,9 +146,7 @@ def _equal_durations(work: Sequence[StageWork]) -> list[float]:
 def _end_without_messages(work: Sequence[StageWork], durations: Sequence[float]) -> float:
     """Returns the end of the last piece of work if messages took no time.
 
-    Args:
-        work: Pieces of work ordered by start; each rank keeps this order.
-        durations: Duration of each piece.
+    Each rank keeps the order of `work`, whose pieces take these `durations`.
     """
     last_stage = max(piece.what.stage for piece in work)
     free: dict[int, float] = {}

@@ -16,8 +16,8 @@ from paceline.core.specs import require_buildable
 from paceline.core.strategies import StrategyName
 from paceline.predict.backtest import STEP
 from paceline.records import Record, RecordStore, decode_plan
-from paceline.records.codecs import UNDECODABLE
 from paceline.records.kinds import PREDICTION
+from paceline.records.store import UNDECODABLE
 from paceline.training.config import dimensions
 from paceline.training.toml_config import Settings
 

@@ -31,7 +31,7 @@ from paceline.data.storage import open_storage
 from paceline.models.hugging_face.files import read_config
 from paceline.parallel import Session
 from paceline.parallel.ranks.collectives import from_first
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 from paceline.training.config import RunConfig
 from paceline.training.parallelize import TrainState
 

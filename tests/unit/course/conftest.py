@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.course import answers, steps
-from paceline.reports.document.model import Picture
+from paceline.reports.document import Picture
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from paceline.core.finding import Finding
 from paceline.course.answers import Question
 from paceline.course.questions import QUESTIONS
 from paceline.records import Metric, Record, RecordStore, find_kind, latest_per_case
-from paceline.reports.document.model import Block
+from paceline.reports.document import Block
 from paceline.reports.record_sets import RecordSet
 from tests.unit import record_factory
 

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.course import calculated, steps
 from paceline.records import Metric, Record, find_kind
-from paceline.reports.document.model import Block
+from paceline.reports.document import Block
 from paceline.reports.record_sets import RecordSet, subject_of
 from tests.unit import record_factory
 from tests.unit.course.report_cases import check, make_record, question_of

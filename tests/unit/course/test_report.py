@@ -16,8 +16,7 @@ from paceline.course.answers import Answer
 from paceline.course.questions import QUESTIONS
 from paceline.course.report import build_report, write_report
 from paceline.records import Record
-from paceline.reports.document.model import Report
-from paceline.reports.document.render import render_html, render_report
+from paceline.reports.document import Report, render_html, render_report
 from paceline.reports.record_sets import RecordSet
 from tests.unit.course.report_cases import changed, committed_records, make_record
 

@@ -16,7 +16,6 @@ from paceline.scaling import (
     propose_runs,
     synthetic_sweep,
 )
-from paceline.scaling.candidates import read_candidates
 from paceline.scaling.design import (
     REFERENCE,
     Posterior,
@@ -24,6 +23,7 @@ from paceline.scaling.design import (
     choose,
     learn,
     published_prior,
+    read_candidates,
     variance_reductions,
 )
 from paceline.scaling.surface import tokens_for

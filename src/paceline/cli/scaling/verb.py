@@ -185,8 +185,7 @@ class DesignCommand:
         """Prints the proposed runs, and the expected accuracy after them."""
         from paceline.reports.tables.scaling import runs_table
         from paceline.scaling import candidate_runs, propose_runs, read_sweep
-        from paceline.scaling.candidates import learn_from, read_candidates
-        from paceline.scaling.design import after_buying
+        from paceline.scaling.design import after_buying, learn_from, read_candidates
         from paceline.scaling.records import describe_design, design_record, run_record
 
         known = None if self.runs is None else read_sweep(self.runs)

@@ -20,7 +20,7 @@ from paceline.core.processes import termination_as_exit
 from paceline.lab.chaos.faults import FAULTS, Fault, Kind, TargetRun, schedule, small_disk
 from paceline.lab.chaos.processes import Command, end_all, new_mark
 from paceline.lab.network import Host, hosts
-from paceline.records.codecs import UNDECODABLE
+from paceline.records.store import UNDECODABLE
 from paceline.training.run_directory import METRICS
 
 _TAIL_BYTES = 1 << 16

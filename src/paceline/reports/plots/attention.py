@@ -62,8 +62,7 @@ def plot_attention(quantity: _Quantity, records: Sequence[Record]) -> Figure:
     for index, (name, chosen) in enumerate(split_series(records, "context").items()):
         _draw_line(axes, chosen, quantity, COLORS[index % len(COLORS)], name)
     _set_length_axis(axes, records)
-    axes.set_xlabel("sequence length (tokens)")
-    axes.set_ylabel(f"{quantity.name} ({quantity.unit})")
+    axes.set(xlabel="sequence length (tokens)", ylabel=f"{quantity.name} ({quantity.unit})")
     unmeasured = {
         case_number(record, "context"): record.outcome.replace("_", " ")
         for record in records
@@ -244,12 +243,10 @@ def _draw_tiles(axes: Axes, title: str) -> None:
                 Rectangle((first_key, first_query), width, height, facecolor=color, edgecolor="w")
             )
     axes.plot([0, _LENGTH], [0, _LENGTH], color=GRAY, linewidth=1, linestyle=":")
-    axes.set_xlim(-0.5, _LENGTH + 0.5)
-    axes.set_ylim(_LENGTH + 0.5, -0.5)
+    axes.set(xlim=(-0.5, _LENGTH + 0.5), ylim=(_LENGTH + 0.5, -0.5))
     axes.set_aspect("equal")
     axes.set_title(title, fontsize="small")
-    axes.set_xlabel("keys (position)")
-    axes.set_ylabel("queries (position)")
+    axes.set(xlabel="keys (position)", ylabel="queries (position)")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -55,8 +55,7 @@ def plot_memory_timeline(records: Sequence[Record]) -> Figure:
         peak_text = format_binary_bytes(record.metrics["peak_bytes"].value)
         title = f"{describe_case(record, varying)}: peak {peak_text}"
         axes.set_title(title, fontsize="small", loc="left")
-        axes.set_ylabel(f"memory ({name})")
-        axes.set_ylim(0, 1.12 * peak / unit)
+        axes.set(ylabel=f"memory ({name})", ylim=(0, 1.12 * peak / unit))
     panels[-1].set_xlabel("time (ms), slowed by following every allocation")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize="small")
@@ -127,9 +126,11 @@ def plot_memory_plan(
         sold_as = format_gigabytes(to_gigabytes(device.memory_bytes.value))
         label = f"{device.description}: {format_gibibytes(capacity, 1)} ({sold_as})"
         axes.axhline(capacity, color="black", linestyle="--", linewidth=1.2, label=label)
-    axes.set_ylim(0, _HEADROOM * highest)
-    axes.set_ylabel("memory of one rank (GiB)")
-    axes.set_xlabel("instant of the step")
+    axes.set(
+        ylim=(0, _HEADROOM * highest),
+        ylabel="memory of one rank (GiB)",
+        xlabel="instant of the step",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(

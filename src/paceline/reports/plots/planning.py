@@ -8,6 +8,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from paceline.planner.search.advice import FrontPoint
 from paceline.predict.backtest import HeldOutPrediction
+from paceline.records.schema import interval_ends
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, add_label, blank_figure
 from paceline.reports.tables.predictions import summary_text
 
@@ -37,14 +38,15 @@ def front_marks(points: Sequence[FrontPoint], tokens: float) -> list[FrontMark]:
     for point in points:
         time = point.choice.step_time_s
         days = point.seconds_per_token * tokens / _DAY_S
+        low, high = (days * end / time.value for end in interval_ends(time))
         marks.append(
             FrontMark(
                 devices=point.devices,
                 layout=point.choice.name,
                 device_hours=point.device_seconds_per_token * tokens / _HOUR_S,
                 days=days,
-                low=days * (time.value if time.low is None else time.low) / time.value,
-                high=days * (time.value if time.high is None else time.high) / time.value,
+                low=low,
+                high=high,
                 on_front=point.on_front,
             )
         )
@@ -85,8 +87,7 @@ def plot_front(marks: Sequence[FrontMark], subtitle: str) -> Figure:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("device-hours")
-    axes.set_ylabel("days without failures, 90% interval")
+    axes.set(xlabel="device-hours", ylabel="days without failures, 90% interval")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     add_grid(axes, "both")
     return figure
@@ -113,8 +114,8 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Fig
             [each.case.measured_s for each in group],
             [each.value for each in predicted],
             yerr=[
-                [each.value - (each.low or each.value) for each in predicted],
-                [(each.high or each.value) - each.value for each in predicted],
+                [each.value - interval_ends(each)[0] for each in predicted],
+                [interval_ends(each)[1] - each.value for each in predicted],
             ],
             fmt=_MARKERS[index % len(_MARKERS)],
             color=COLORS[index % len(COLORS)],
@@ -129,16 +130,14 @@ def plot_backtest(held_out: Sequence[HeldOutPrediction], *, counted: int) -> Fig
     axes.plot(ends, ends, color=GRAY, linewidth=1, label="predicted = measured")
     low, high = ([factor * end for end in ends] for factor in (1 - _BAND, 1 + _BAND))
     axes.fill_between(ends, low, high, color=GRAY, alpha=0.1, label=f"within {_BAND:.0%}")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     ticks = [tick for tick in _TICKS if ends[0] <= tick <= ends[1]]
     for axis, set_limits in ((axes.xaxis, axes.set_xlim), (axes.yaxis, axes.set_ylim)):
         set_limits(*ends)
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("measured step time (s)")
-    axes.set_ylabel("predicted step time (s), with its interval")
+    axes.set(xlabel="measured step time (s)", ylabel="predicted step time (s), with its interval")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize="small", loc="upper left")
     return figure

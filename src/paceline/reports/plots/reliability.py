@@ -60,10 +60,12 @@ def plot_chaos(records: Sequence[Record]) -> Figure:
         linewidth=1.4,
     )
     add_grid(axes, "y")
-    axes.set_xlim(0, run.metrics["duration_s"].value)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds; a coloured span lasts from a fault to the next step")
-    axes.set_ylabel("newest step")
+    axes.set(
+        xlim=(0, run.metrics["duration_s"].value),
+        ylim=(0, None),
+        xlabel="seconds; a coloured span lasts from a fault to the next step",
+        ylabel="newest step",
+    )
     if named:
         axes.legend(loc="upper left", fontsize="small")
     return figure

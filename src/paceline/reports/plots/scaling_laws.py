@@ -10,6 +10,7 @@ from matplotlib.ticker import NullFormatter
 
 from paceline.core.plan import Estimate
 from paceline.predict.history import HistoryEntry
+from paceline.records.schema import interval_ends
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, add_label, blank_figure
 from paceline.reports.tables.predictions import WRITTEN
 from paceline.scaling.design import Posterior
@@ -167,8 +168,7 @@ def _logarithmic(axes: Axes, x_label: str, y_label: str, *, log_y: bool = True) 
     axes.set_xscale("log")
     if log_y:
         axes.set_yscale("log")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
 
 
 def _shades(number: int) -> list[tuple[float, ...]]:
@@ -210,7 +210,7 @@ def plot_target(
     axes.plot(budgets, [each.value for each in law], color=_MEASURED, label="best loss, fitted")
     low, high = ([getattr(each, end) for each in law] for end in ("low", "high"))
     axes.fill_between(budgets, low, high, color=_MEASURED, alpha=0.15, lw=0)
-    lowest, highest = predicted.low or predicted.value, predicted.high or predicted.value
+    lowest, highest = interval_ends(predicted)
     axes.errorbar(
         [budget],
         [predicted.value],
@@ -223,9 +223,7 @@ def plot_target(
     if measured is not None:
         label = f"measured {measured:.4f}"
         axes.plot([budget], [measured], "*", color="#c0392b", ms=12, zorder=5, label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("compute (FLOPs)")
-    axes.set_ylabel("held-out loss (nats per token)")
+    axes.set(xscale="log", xlabel="compute (FLOPs)", ylabel="held-out loss (nats per token)")
     add_grid(axes, "both")
     axes.legend(fontsize="small", frameon=False)
     return figure
@@ -240,8 +238,7 @@ def plot_errors(entries: Sequence[HistoryEntry]) -> Figure:
         predicted = entry.predicted
         assert predicted is not None
         value, low, high = (
-            100 * ((end if end is not None else predicted.value) / entry.measured - 1)
-            for end in (predicted.value, predicted.low, predicted.high)
+            100 * (end / entry.measured - 1) for end in (predicted.value, *interval_ends(predicted))
         )
         color = _PREDICTED if entry.is_inside is not False else COLORS[3]
         spread = [[value - low], [high - value]]
@@ -249,8 +246,9 @@ def plot_errors(entries: Sequence[HistoryEntry]) -> Figure:
         add_label(axes, f"{value:+.1f}%", (value, position), (0, 7), ha="center", fontsize="small")
     axes.axvline(0, color=_MEASURED, label="measured")
     axes.set_yticks(range(len(shown)), [WRITTEN[each.quantity][0] for each in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.8)
-    axes.set_xlabel("error of the prediction (%), with its 90% interval")
+    axes.set(
+        ylim=(len(shown) - 0.4, -0.8), xlabel="error of the prediction (%), with its 90% interval"
+    )
     axes.yaxis.set_minor_formatter(NullFormatter())
     add_grid(axes, "x")
     return figure

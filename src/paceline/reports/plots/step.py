@@ -83,9 +83,9 @@ def plot_warmup(records: Sequence[Record]) -> Figure:
             label=f"{name}: mean ± standard deviation",
         )
     axes.set_xticks(range(len(counts)), [f"{count:g}" for count in counts])
-    axes.set_xlabel("warm-up steps before the first sample")
-    axes.set_ylabel("step time (ms)")
-    axes.set_ylim(bottom=0)
+    axes.set(
+        xlabel="warm-up steps before the first sample", ylabel="step time (ms)", ylim=(0, None)
+    )
     axes.legend()
     return figure
 
@@ -112,9 +112,7 @@ def plot_work(kinds: Sequence[Record], subject: str) -> Figure:
         add_label(axes, format_seconds(end / 1e3), (end, position), (4, 0), va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("own time of operators (ms)")
-    axes.set_ylabel("phase")
+    axes.set(xlim=(0, None), xlabel="own time of operators (ms)", ylabel="phase")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     return figure

@@ -93,9 +93,7 @@ def plot_bucket_size(records: Sequence[Record]) -> Figure:
             )
             label = f"sqrt(s w o) = {best / MIB:.2g} MiB"
             axes.axvline(best / MIB, color=COLORS[3], linestyle=":", label=label)
-    axes.set_xlabel("bucket size (MiB)")
-    axes.set_ylabel("exposed communication (ms)")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="bucket size (MiB)", ylabel="exposed communication (ms)", ylim=(0, None))
     figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     return figure
 
@@ -142,9 +140,11 @@ def plot_communication(records: Sequence[Record]) -> Figure:
         inside = axes.transAxes
         axes.text(0.02, 0.98, text, transform=inside, va="top", fontsize="small", color=GRAY)
     low, high = axes.get_ylim()
-    axes.set_ylim(low / _ROOM, high * _ROOM)
-    axes.set_xlabel("message size (bytes)")
-    axes.set_ylabel("algorithm bandwidth (GB/s)")
+    axes.set(
+        ylim=(low / _ROOM, high * _ROOM),
+        xlabel="message size (bytes)",
+        ylabel="algorithm bandwidth (GB/s)",
+    )
     # Outside the axes, because curves may lie anywhere inside.
     figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     return figure

@@ -1,4 +1,4 @@
-"""Plots of a training run: loss, schedule, throughput, step times, phases, memory, summary."""
+"""Plots of a training run (loss, speed, phases, memory, summary) and of its dataset."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,8 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paceline.core.units import format_binary_bytes, format_duration, format_seconds
+from paceline.core.units import format_binary_bytes, format_count, format_duration, format_seconds
+from paceline.data.inspect import DocumentLengths
 from paceline.predict.history import HistoryEntry
 from paceline.records.schema import with_interval
 from paceline.reports.plots.style import (
@@ -93,12 +94,9 @@ _ABOVE = 1.6
 
 
 def plot_story(run: TrainingRun, step: HistoryEntry, subtitle: str) -> Figure:
-    """Draws the step times of a run with the predicted interval, and its loss.
+    """Draws the step times of a run with their predicted interval, and its loss.
 
-    Args:
-        run: The run.
-        step: The predicted and measured step time; must have a prediction.
-        subtitle: The model and hardware of the run.
+    `step` must have a prediction.
     """
     figure = blank_figure("Planned, trained, compared", (9.0, 3.9))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -131,8 +129,7 @@ def _draw_steps(axes: Axes, run: TrainingRun, step: HistoryEntry) -> None:
         axes.axhspan(1e3 * predicted.low, 1e3 * predicted.high, color=_PREDICTED, alpha=0.2, lw=0)
     axes.axhline(1e3 * predicted.value, color=_PREDICTED, label=label)
     highest = max(predicted.high or predicted.value, step.measured)
-    axes.set_ylim(0, _ABOVE * 1e3 * highest)
-    axes.set_ylabel("step time (ms)")
+    axes.set(ylim=(0, _ABOVE * 1e3 * highest), ylabel="step time (ms)")
     axes.legend(loc="lower center", frameon=False, fontsize="small")
 
 
@@ -164,8 +161,7 @@ def plot_losses(run: TrainingRun) -> Figure:
             label=f"predicted at the end: {final.value:.3f}",
         )
     _mark_resumptions(axes, run)
-    axes.set_ylabel("cross-entropy (nats per token)")
-    axes.set_xlabel("step")
+    axes.set(ylabel="cross-entropy (nats per token)", xlabel="step")
     axes.legend()
     return figure
 
@@ -176,8 +172,7 @@ def plot_schedule(run: TrainingRun) -> Figure:
     above, below = figure.subplots(2, sharex=True)
     steps = [row.step for row in run.steps]
     above.plot(*_thinned(steps, [row.learning_rate for row in run.steps]), color=_MEASURED)
-    above.set_ylabel("learning rate")
-    above.set_ylim(bottom=0)
+    above.set(ylabel="learning rate", ylim=(0, None))
     norms = [row.gradient_norm for row in run.steps]
     below.plot(*_thinned(steps, norms), color=_MEASURED, alpha=0.3, linewidth=0.8)
     below.plot(*_smoothed(steps, norms), color=_MEASURED, label="smoothed")
@@ -223,8 +218,7 @@ def plot_throughput(run: TrainingRun) -> Figure:
     _mark_resumptions(axes, run)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylabel("tokens per second, all ranks")
-    axes.set_xlabel("step")
+    axes.set(ylabel="tokens per second, all ranks", xlabel="step")
     axes.legend(loc="lower right")
     return figure
 
@@ -247,8 +241,7 @@ def plot_step_times(run: TrainingRun) -> Figure:
         error = median / 1e3 / predicted.value - 1
         label = f"predicted {with_interval(predicted, format_seconds)}, measured {error:+.0%}"
         axes.axvline(1e3 * predicted.value, color=_PREDICTED, linestyle="--", label=label)
-    axes.set_xlabel("step time (ms)")
-    axes.set_ylabel("steps")
+    axes.set(xlabel="step time (ms)", ylabel="steps")
     axes.legend()
     return figure
 
@@ -282,8 +275,7 @@ def plot_phases(run: TrainingRun) -> Figure:
             )
         begin += share
     axes.set_title(f"{run.name}: {format_duration(times.total_s)}", fontsize="small", color=GRAY)
-    axes.set_xlim(0, 1)
-    axes.set_yticks([])
+    axes.set(xlim=(0, 1), yticks=[])
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
@@ -321,8 +313,44 @@ def plot_memory(run: TrainingRun) -> Figure | None:
     # A distant limit would flatten everything else, so it appears only in the legend.
     highest = max(most, predicted or 0)
     near = limit is not None and limit < _FAR * highest
-    axes.set_ylim(0, 1.25 * (limit if near and limit is not None else highest) / unit)
-    axes.set_ylabel(f"memory ({name})")
-    axes.set_xlabel("step")
+    axes.set(
+        ylim=(0, 1.25 * (limit if near and limit is not None else highest) / unit),
+        ylabel=f"memory ({name})",
+        xlabel="step",
+    )
     axes.legend()
+    return figure
+
+
+def plot_document_lengths(lengths: DocumentLengths, what: str, context_length: int) -> Figure:
+    """Draws the number of documents of `what` by length in tokens; marks the context length."""
+    figure = blank_figure("Documents by length")
+    axes = figure.subplots()
+    positions = range(len(lengths.counts))
+    axes.bar(positions, lengths.counts, width=0.9, color=COLORS[0])
+    axes.set_xticks(
+        list(positions), [format_count(2**position) for position in positions], rotation=45
+    )
+    axes.set(xlabel="tokens in the document, from this many to twice as many", ylabel="documents")
+    axes.margins(y=0.12)  # Room for the label below.
+    axes.set_title(
+        f"{what}: {lengths.num_documents:,} documents, {lengths.num_tokens:,} tokens, "
+        f"the longest {lengths.longest:,}",
+        fontsize="medium",
+        color=GRAY,
+    )
+    if context_length < 2 ** len(lengths.counts):
+        # The left edge of a bar stands for its power of two.
+        exponent = context_length.bit_length() - 1
+        position = exponent + (context_length / 2**exponent - 1) - 0.5
+        axes.axvline(position, color=COLORS[1], linestyle="--")
+        axes.annotate(
+            f"context of {context_length:,}",
+            (position, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, -12),
+            textcoords="offset points",
+            color=COLORS[1],
+        )
+    add_grid(axes, "y")
     return figure

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paceline.accounting.memory.step import MemoryParts
-from paceline.core.plan import Estimate
 from paceline.core.units import format_binary_bytes, format_count, format_duration, to_gibibytes
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
 from paceline.planner.search.budget import Budget, BudgetPoint, RunEstimate
 from paceline.planner.search.search import BOUNDS, Candidate, SearchResult
+from paceline.records.schema import interval_ends
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
 
 
@@ -25,7 +25,7 @@ def search_table(
         "": lambda each: f"{each[0] + 1}{'≈' if each[0] < alike and alike > 1 else ''}",
         "layout": lambda each: each[1].name,
         "step": lambda each: _seconds(each[1].step_time_s.value),
-        "90% interval": lambda each: " to ".join(map(_seconds, _ends(each[1].step_time_s))),
+        "90% interval": lambda each: " to ".join(map(_seconds, interval_ends(each[1].step_time_s))),
         "MFU": lambda each: NOT_APPLICABLE if each[1].mfu is None else f"{each[1].mfu:.1%}",
         "memory": lambda each: f"{to_gibibytes(each[1].peak_bytes):.1f} GiB",
         "free": lambda each: f"{each[1].headroom:.0%}",
@@ -53,11 +53,6 @@ def search_table(
             *_outside_note(result.best),
         ),
     )
-
-
-def _ends(time: Estimate) -> tuple[float, float]:
-    low, high = (time.value if end is None else end for end in (time.low, time.high))
-    return low, high
 
 
 def _count(number: float | None) -> str:
@@ -214,7 +209,7 @@ def _marks(found: Budget, point: BudgetPoint) -> str:
 
 def _days_interval(point: BudgetPoint) -> str:
     time = point.choice.step_time_s
-    low, high = (point.run.days * end / time.value for end in _ends(time))
+    low, high = (point.run.days * end / time.value for end in interval_ends(time))
     return f"{low:.3g} to {high:.3g}"
 
 

@@ -57,22 +57,22 @@ def between(low: str, high: str) -> str:
 
 def coverage_table(found: Mapping[Quantity, Accuracy], caption: str) -> Table:
     """Returns a row per predicted quantity: errors, and coverage of the intervals."""
-    return Table(
-        headers=("", "predictions", "median error", "largest error", "inside their 90% interval"),
-        rows=tuple(
-            (
-                WRITTEN[quantity][0],
-                str(each.num_predicted),
-                f"{each.median_error:.1%}",
-                f"{each.largest_error:.1%}",
-                f"{each.num_inside} of {each.num_intervals}"
-                if each.num_intervals
-                else NOT_APPLICABLE,
-            )
-            for quantity, each in found.items()
-        ),
+    return Table.of(
+        found.items(),
+        {
+            "": lambda item: WRITTEN[item[0]][0],
+            "predictions": lambda item: item[1].num_predicted,
+            "median error": lambda item: f"{item[1].median_error:.1%}",
+            "largest error": lambda item: f"{item[1].largest_error:.1%}",
+            "inside their 90% interval": lambda item: _coverage(item[1]),
+        },
         caption=caption,
     )
+
+
+def _coverage(found: Accuracy) -> str:
+    intervals = found.num_intervals
+    return f"{found.num_inside} of {intervals}" if intervals else NOT_APPLICABLE
 
 
 _GROUPED_BY = ("ranks", "link", "strategy")

@@ -8,7 +8,7 @@ from paceline.records import Record, join_key
 from paceline.records.kinds import PREDICTION
 from paceline.reports.tables.predictions import with_predictions
 from paceline.reports.tables.table import Table
-from paceline.traces.records import ALL_OPERATORS
+from paceline.traces.analysis import ALL_OPERATORS
 
 
 def work_table(records: Sequence[Record], subject: str) -> Table:

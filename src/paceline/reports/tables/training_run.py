@@ -15,7 +15,7 @@ _MOST_ROWS = 40
 """Maximum number of evaluations and events; the newest are shown."""
 
 
-def outcome_table(run: TrainingRun) -> Table:
+def metrics_table(run: TrainingRun) -> Table:
     """Returns the measured metrics of the run, with their predictions if there are any."""
     metrics, expected = run_metrics(run.rows, run.expected), run.expected
     written = {

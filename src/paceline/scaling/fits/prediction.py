@@ -103,13 +103,6 @@ def predict_loss(
     """Returns the predicted loss of one more run.
 
     The interval is for the run, not for the surface, so it includes the noise of a run.
-
-    Args:
-        fit: The parametric fit of the runs so far.
-        parameters: N of the run.
-        tokens: D of the run.
-        level: Coverage probability of the interval.
-        seed: Seed of the noise.
     """
     value = fit.surface.loss(parameters, tokens)
     draws = fit.loss_draws(parameters, tokens)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.reports.document.render import picture_of
+from paceline.reports.document import picture_of
 from paceline.reports.plots.scaling_laws import (
     SCALING_PLOTS,
     plot_laws,

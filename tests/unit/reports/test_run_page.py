@@ -11,7 +11,7 @@ from paceline.cli.main import parse
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.plan import Estimate
 from paceline.records import capture_environment
-from paceline.reports.document.training_run import run_page, write_run_page
+from paceline.reports.run_page import run_page, write_run_page
 from paceline.reports.training_run import read_run
 from paceline.training.forecast import Forecast
 from paceline.training.metrics import EventRow, MetricsFile, MetricsRow

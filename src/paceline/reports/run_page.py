@@ -4,8 +4,7 @@ import pathlib
 
 from paceline.core.units import format_decimal, format_seconds
 from paceline.records.schema import with_interval
-from paceline.reports.document.model import Block, Chapter, Page, Picture
-from paceline.reports.document.render import picture_of, render_page
+from paceline.reports.document import Block, Chapter, Page, Picture, picture_of, render_page
 from paceline.reports.plots.training_run import (
     plot_losses,
     plot_memory,
@@ -18,7 +17,7 @@ from paceline.reports.record_sets import describe_environment
 from paceline.reports.tables.training_run import (
     evaluations_table,
     events_table,
-    outcome_table,
+    metrics_table,
     phases_table,
 )
 from paceline.reports.training_run import TrainingRun, read_run
@@ -91,7 +90,7 @@ def _chapters(run: TrainingRun) -> tuple[Chapter, ...]:
             title="Time by phase", blocks=(_picture(phases), Block(tables=(phases_table(run),)))
         ),
         *_memory(run),
-        Chapter(title="Measured and predicted", blocks=(Block(tables=(outcome_table(run),)),)),
+        Chapter(title="Measured and predicted", blocks=(Block(tables=(metrics_table(run),)),)),
     )
 
 

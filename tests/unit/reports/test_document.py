@@ -1,5 +1,4 @@
-from paceline.reports.document.model import AnsweredPart, Block, Report, Section
-from paceline.reports.document.render import render_report
+from paceline.reports.document import AnsweredPart, Block, Report, Section, render_report
 from paceline.reports.tables.table import Table
 
 

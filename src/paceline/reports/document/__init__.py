@@ -1,1 +1,0 @@
-"""Reports as trees of blocks, rendered as HTML or Markdown."""
