@@ -40,26 +40,12 @@ from paceline.records.schema import CaseValue, Metric, model_case_fields
 LEARNING_RATE = 1e-4
 
 
-def _adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-
 class TimedStep:
-    """A model, its batch and its optimizer, ready to step.
+    """A model, its batch and its optimizer, ready to step."""
 
-    `wrap` applies a data-parallel strategy to the model; `data_seed` gives each rank its own batch;
-    `make_optimizer` creates the optimizer of the wrapped model.
-    """
+    data_seed = 0
 
-    def __init__(
-        self,
-        case: StepCase,
-        device: torch.device,
-        *,
-        wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
-        data_seed: int = 0,
-        make_optimizer: Callable[[nn.Module], Optimizer] = _adamw,
-    ) -> None:
+    def __init__(self, case: StepCase, device: torch.device) -> None:
         self.device = device
         self.phase = case.phase
         precision = precision_preset(case.precision)
@@ -76,14 +62,22 @@ class TimedStep:
             model.compile_blocks()
         elif case.sweep.compilation == "whole":
             model.compile()
-        self.model = wrap(model)
-        torch.manual_seed(data_seed)
+        self.model = self.wrap(model)
+        torch.manual_seed(self.data_seed)
         size = (case.batch.num_sequences, case.batch.context_length + 1)
         tokens = torch.randint(case.shape.vocab_size, size, device=device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.optimizer = make_optimizer(self.model)
+        self.optimizer = self.make_optimizer()
         # float16 has too little range for small gradients: the loss is scaled up.
         self.scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "float16")
+
+    def wrap(self, model: TransformerLM) -> nn.Module:
+        """Returns the model to train; a data-parallel strategy wraps it."""
+        return model
+
+    def make_optimizer(self) -> Optimizer:
+        """Creates the optimizer of the wrapped model."""
+        return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def forward(self) -> Tensor:
         """Returns the loss; gradients are recorded only if a backward pass follows."""

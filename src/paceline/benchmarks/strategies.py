@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.accounting.memory.model_states import rank_state_bytes
 from paceline.benchmarks.config import DataParallelCase, DataParallelSweep, StepCase, Variant
@@ -47,6 +48,7 @@ from paceline.core.specs import precision_preset
 from paceline.core.strategies import SHARDED_PARAMETERS, StrategyName
 from paceline.core.units import Progress, format_binary_bytes
 from paceline.kernels.named_range import named_range
+from paceline.models import TransformerLM
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.ddp import BucketedDataParallel
 from paceline.parallel.dtensor import local_tensor
@@ -72,19 +74,18 @@ class StrategyStep(TimedStep):
 
     def __init__(self, case: StepCase, variant: Variant, device: torch.device) -> None:
         self.strategy = variant.strategy
-        super().__init__(
-            case,
-            device,
-            wrap=lambda module: self.wrap(module, variant),
-            data_seed=dist.get_rank() + 1,
-            make_optimizer=lambda model: make_optimizer(
-                variant.strategy, model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True
-            ),
-        )
+        self._bucket_size_mb = variant.bucket_size_mb
+        self.data_seed = dist.get_rank() + 1
+        super().__init__(case, device)
 
-    def wrap(self, module: nn.Module, variant: Variant) -> nn.Module:
+    def wrap(self, model: TransformerLM) -> nn.Module:
         """Applies the strategy to the model."""
-        return apply_strategy(variant.strategy, module, variant.bucket_size_mb)
+        return apply_strategy(self.strategy, model, self._bucket_size_mb)
+
+    def make_optimizer(self) -> Optimizer:
+        """Creates the strategy's optimizer."""
+        adamw = torch.optim.AdamW
+        return make_optimizer(self.strategy, self.model, adamw, lr=LEARNING_RATE, fused=True)
 
     def parameters(self) -> list[Tensor]:
         """Returns the parameters that this rank holds."""
@@ -135,12 +136,12 @@ class DataParallelStep(StrategyStep):
         self.forward_and_backward()
         self.range_name = step_range(variant.label)
 
-    def wrap(self, module: nn.Module, variant: Variant) -> nn.Module:
+    def wrap(self, model: TransformerLM) -> nn.Module:
         """Applies the strategy to the model, and registers hooks on its gradients."""
         # Registered before any strategy's hooks, so that it records when the gradient is ready.
-        for parameter in module.parameters():
+        for parameter in model.parameters():
             when_complete(parameter, self.note_gradient)
-        return super().wrap(module, variant)
+        return super().wrap(model)
 
     def note_gradient(self) -> None:
         """Records when a gradient is complete."""

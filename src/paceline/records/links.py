@@ -31,12 +31,11 @@ def link_variables(
     return {_VARIABLES[field]: repr(value) for field, value in values.items() if value is not None}
 
 
-def link_case_fields(environment: Mapping[str, str] | None = None) -> dict[str, float]:
+def link_case_fields() -> dict[str, float]:
     """Returns the case fields that describe the links; empty if nothing is known."""
-    variables = os.environ if environment is None else environment
     fields = {}
     for field, variable in _VARIABLES.items():
-        value = variables.get(variable)
+        value = os.environ.get(variable)
         try:
             if value is not None:
                 fields[field] = float(value)

@@ -134,13 +134,5 @@ def tokens_for(compute: Numbers, parameters: Numbers) -> Array:
     return np.asarray(np.asarray(compute, dtype=np.float64) / compute_for(parameters, 1.0))
 
 
-HOFFMANN = LossSurface(
-    float(np.exp(0.52672)), float(np.exp(6.00734)), 0.33917, float(np.exp(6.01792)), 0.28491
-)
-"""Hoffmann et al. 2022, approach 3, with the full precision of their source, not as printed."""
-
-HOFFMANN_ROUNDED = LossSurface(1.69, 406.4, 0.34, 410.7, 0.28)
-"""The same coefficients as printed in the paper."""
-
 EPOCH = LossSurface(1.817, 482.0, 0.348, 2085.0, 0.366)
-"""Besiroglu et al. 2024, the replication of that fit, with the reported digits."""
+"""Besiroglu et al. 2024, the replication of Hoffmann's fit, with the reported digits."""

@@ -38,6 +38,8 @@ _SEQUENCE = "Sequence number"
 _OUTSIDE = re.compile(r"^(torch/|<built-in|contextlib\.py|nn\.Module: |\.\.\.)|/(torch|contextlib)")
 _CPU_DEVICE_TYPE = 0
 _MARK = "paceline.phase:"
+_NUM_LARGEST = 10
+"""Number of groups of allocations that a timeline lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,13 +216,11 @@ def memory_timeline(
     resident: Mapping[Category, int],
     gradient_addresses: Collection[int],
     num_points: int = 400,
-    num_largest: int = 10,
 ) -> MemoryTimeline:
     """Stacks a step's memory on top of the `resident` memory.
 
     `gradient_addresses` are the addresses of gradients at the end of backward. Time is divided
-    into `num_points` intervals, and the moment with the most memory is kept for each. At most
-    `num_largest` groups of allocations are returned.
+    into `num_points` intervals, and the moment with the most memory is kept for each.
     """
     categorized = [
         (_category(allocation, trace.ranges, gradient_addresses), allocation)
@@ -252,13 +252,11 @@ def memory_timeline(
             name: ((start - begin) / 1e6, (end - begin) / 1e6)
             for name, (start, end) in trace.ranges.items()
         },
-        largest=_largest(categorized, num_largest),
+        largest=_largest(categorized),
     )
 
 
-def _largest(
-    categorized: Sequence[tuple[Category, Allocation]], num_largest: int
-) -> list[AllocationGroup]:
+def _largest(categorized: Sequence[tuple[Category, Allocation]]) -> list[AllocationGroup]:
     counts = collections.Counter(
         (allocation.num_bytes, category, allocation.operator, allocation.place)
         for category, allocation in categorized
@@ -269,7 +267,7 @@ def _largest(
         )
         for (num_bytes, category, operator, place), count in sorted(
             counts.items(), key=lambda item: (-item[0][0], -item[1])
-        )[:num_largest]
+        )[:_NUM_LARGEST]
     ]
 
 

@@ -14,9 +14,10 @@ from paceline.scaling.fits.parametric import (
     fit_parametric,
     huber_objective,
 )
-from paceline.scaling.surface import EPOCH, HOFFMANN
+from paceline.scaling.surface import EPOCH
 from paceline.scaling.sweep import Curve, Remark
 from paceline.scaling.synthetic import Departure
+from tests.unit.scaling.surfaces import HOFFMANN
 
 DRAWS = 60
 NEAR = (1e22,)

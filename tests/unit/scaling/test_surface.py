@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
-from paceline.scaling.surface import EPOCH, HOFFMANN, HOFFMANN_ROUNDED, LossSurface, tokens_for
+from paceline.scaling.surface import EPOCH, LossSurface, tokens_for
+from tests.unit.scaling.surfaces import HOFFMANN, HOFFMANN_ROUNDED
 
 surfaces = st.builds(
     LossSurface,

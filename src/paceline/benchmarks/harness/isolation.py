@@ -46,12 +46,12 @@ class IsolatedRun(Generic[Result]):
 
 
 def run_isolated(
-    function: Callable[[Any, Callable[[int, int], None]], Result],
+    function: Callable[[Any, Progress], Result],
     argument: Any,
     *,
     memory_limit_bytes: int | None,
     timeout_s: float,
-    on_progress: Callable[[int, int], None] = lambda _completed, _total: None,
+    on_progress: Progress = lambda _completed, _total: None,
 ) -> IsolatedRun[Result]:
     """Runs ``function(argument, on_progress)`` in a child process.
 
@@ -106,7 +106,7 @@ def _child_main(
     connection: Connection,
     parent_pid: int,
     memory_limit_bytes: int | None,
-    function: Callable[[Any, Callable[[int, int], None]], Any],
+    function: Callable[[Any, Progress], Any],
     argument: Any,
 ) -> None:
     die_with_parent(parent_pid)

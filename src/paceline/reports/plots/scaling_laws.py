@@ -15,7 +15,7 @@ from paceline.reports.plots.style import COLORS, GRAY, add_grid, add_label, blan
 from paceline.reports.tables.predictions import WRITTEN
 from paceline.scaling.design import Posterior
 from paceline.scaling.fits.all_methods import ScalingFit
-from paceline.scaling.fits.prediction import DEFAULT_LEVEL, predict
+from paceline.scaling.fits.prediction import predict
 from paceline.scaling.surface import tokens_for
 
 _FARTHEST = 1e24
@@ -59,13 +59,13 @@ def plot_profiles(fit: ScalingFit) -> Figure:
     return figure
 
 
-def plot_laws(fit: ScalingFit, level: float = DEFAULT_LEVEL) -> Figure:
+def plot_laws(fit: ScalingFit) -> Figure:
     """Draws optimal N and D against C with bands, up to at least 1e24 FLOPs."""
     figure, panels = _figure("Compute-optimal model and data", fit, 2)
     budgets = np.geomspace(fit.sweep.compute.min(), _reach(fit), 120)
     for method in fit.methods:
         color = _METHOD_COLORS[method.method]
-        answer = predict(method, budgets, level)
+        answer = predict(method, budgets)
         for axes, band in zip(panels, (answer.parameters, answer.tokens), strict=True):
             # Dashed, because the Huber line usually covers the parametric one.
             style = "--" if method.method == "huber" else "-"

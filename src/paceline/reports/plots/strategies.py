@@ -18,7 +18,7 @@ from paceline.reports.plots.style import (
     PHASE_COLORS,
     blank_figure,
     new_figure,
-    set_log_axis,
+    set_log_y,
     stack_bars,
 )
 from paceline.reports.record_sets import EXPOSED
@@ -116,7 +116,7 @@ def plot_communication(records: Sequence[Record]) -> Figure:
 
     figure, axes = new_figure("Throughput of collectives", records)
     axes.set_xscale("log")
-    set_log_axis(axes, "y")
+    set_log_y(axes)
     has_line_rate = False
     for index, (name, chosen) in enumerate(split_series(records, "size_bytes").items()):
         color = COLORS[index % len(COLORS)]

@@ -70,13 +70,12 @@ def add_label(
     axes.annotate(text, point, offset, textcoords="offset points", **style)
 
 
-def set_log_axis(axes: Axes, which: Literal["x", "y"], tick_format: str = "{x:g}") -> None:
-    """Makes an axis logarithmic, with plain tick labels at 1, 2 and 5 even within one decade."""
-    axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(tick_format)
-    axis.set_minor_formatter(NullFormatter())
+def set_log_y(axes: Axes) -> None:
+    """Makes the y axis logarithmic, with plain labels at 1, 2 and 5 even within one decade."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def set_lanes(axes: Axes, labels: Sequence[str], title: str, fontsize: str) -> None:

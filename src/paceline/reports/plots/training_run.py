@@ -20,7 +20,7 @@ from paceline.reports.plots.style import (
     add_grid,
     blank_figure,
     memory_unit,
-    set_log_axis,
+    set_log_y,
 )
 from paceline.reports.tables.predictions import between
 from paceline.reports.training_run import TrainingRun
@@ -177,7 +177,7 @@ def plot_schedule(run: TrainingRun) -> Figure:
     below.plot(*_thinned(steps, norms), color=_MEASURED, alpha=0.3, linewidth=0.8)
     below.plot(*_smoothed(steps, norms), color=_MEASURED, label="smoothed")
     below.set_ylabel("norm of the gradients")
-    set_log_axis(below, "y")
+    set_log_y(below)
     below.set_xlabel("step")
     for axes in (above, below):
         add_grid(axes, "y")

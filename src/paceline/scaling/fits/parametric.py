@@ -85,8 +85,7 @@ class SurfaceFit:
 def fit_parametric(sweep: Sweep, counts: Array) -> SurfaceFit:
     """Fits the surface to a sweep, and once to each row of counts."""
     require_runs(sweep)
-    point = fit_projection(sweep.parameters, sweep.tokens, sweep.loss)
-    surface = surface_of(point, 0)
+    surface = first_surface(fit_projection(sweep.parameters, sweep.tokens, sweep.loss))
     replicates = fit_projection(sweep.parameters, sweep.tokens, sweep.loss, counts)
     require_replicates("parametric", float(replicates.is_converged.mean()))
     return SurfaceFit(
@@ -107,14 +106,14 @@ def require_runs(sweep: Sweep) -> None:
         )
 
 
-def surface_of(fit: FittedSurfaces, row: int) -> LossSurface:
-    """Returns the surface of one row; raises an error if it has not converged."""
-    if not fit.is_converged[row]:
+def first_surface(fit: FittedSurfaces) -> LossSurface:
+    """Returns the surface of the first row; raises an error if it has not converged."""
+    if not fit.is_converged[0]:
         raise UsageError(
             "no surface E + A/N^alpha + B/D^beta describes these runs: the loss does not fall "
             "with N and D as it should; check the runs, or add sizes and budgets"
         )
-    return LossSurface(*fit.coefficients[row].tolist())
+    return LossSurface(*fit.coefficients[0].tolist())
 
 
 def residuals_of(surface: LossSurface, sweep: Sweep) -> Array:
@@ -172,7 +171,7 @@ def fit_huber(sweep: Sweep, counts: Array) -> SurfaceFit:
     )
     drawn = _surfaces(replicates, squares, centres)
     require_replicates("huber", float(drawn.is_converged.mean()))
-    surface = surface_of(_surfaces(best[None], objective[:1], centres), 0)
+    surface = first_surface(_surfaces(best[None], objective[:1], centres))
     return SurfaceFit(
         method="huber", surface=surface, replicates=drawn, residuals=residuals_of(surface, sweep)
     )

@@ -92,14 +92,7 @@ def predict(fit: MethodFit, compute: Array, level: float = DEFAULT_LEVEL) -> Pre
     )
 
 
-def predict_loss(
-    fit: SurfaceFit,
-    parameters: float,
-    tokens: float,
-    *,
-    level: float = DEFAULT_LEVEL,
-    seed: int = 0,
-) -> Estimate:
+def predict_loss(fit: SurfaceFit, parameters: float, tokens: float, *, seed: int = 0) -> Estimate:
     """Returns the predicted loss of one more run.
 
     The interval is for the run, not for the surface, so it includes the noise of a run.
@@ -107,7 +100,7 @@ def predict_loss(
     value = fit.surface.loss(parameters, tokens)
     draws = fit.loss_draws(parameters, tokens)
     noise = np.random.default_rng(seed).normal(0, fit.noise, len(draws))
-    return _band(value[None], (draws * np.exp(noise))[:, None], level).at(0)
+    return _band(value[None], (draws * np.exp(noise))[:, None], DEFAULT_LEVEL).at(0)
 
 
 def _band(value: Array, draws: Array, level: float) -> Band:
