@@ -84,7 +84,6 @@ class Answer:
     """One method's answer for one budget."""
 
     method: MethodName
-    compute: float
     parameters: Estimate
     tokens: Estimate
     loss: Estimate
@@ -142,7 +141,6 @@ def decide(
         answers = tuple(
             Answer(
                 method=prediction.method,
-                compute=float(budget),
                 parameters=prediction.parameters.at(index),
                 tokens=prediction.tokens.at(index),
                 loss=prediction.loss.at(index),
@@ -165,7 +163,7 @@ def decide(
                 profile=profile_interval(fit.sweep, fit.parametric, float(budget), level)
                 if fit.has_surface
                 else None,
-                waste=price_sizes(fit, chosen.compute, chosen.parameters),
+                waste=price_sizes(fit, float(budget), chosen.parameters),
                 run=plan_run(shape, float(budget), batch),
                 learning_rate=suggested_learning_rate(chosen.parameters.value, chosen.tokens.value),
             )

@@ -19,7 +19,7 @@ def decision_records(decisions: Sequence[Decision], findings: Sequence[Finding])
     return [
         Record(
             kind="scaling",
-            case={"method": answer.method, "compute_budget": answer.compute},
+            case={"method": answer.method, "compute_budget": decision.compute},
             environment=environment,
             metrics={
                 "parameters": Metric.from_estimate(answer.parameters),

@@ -49,17 +49,12 @@ def plot_timelines(records: Sequence[Record]) -> Figure:
         _draw_strategy(axes, name, group, predicted.get(name), end_ms)
     _add_subtitle(panels[0], measured, 1.25)
     panels[-1].set_xlabel("time from the start of the step (ms)")
-    figure.legend(
-        handles=[
-            *(Patch(color=color, label=phase) for phase, color in _PHASES.items()),
-            Patch(color=_MESSAGE_COLORS[0], label="all-reduce, numbered"),
-            Patch(facecolor="white", edgecolor=GRAY, hatch="////", label="all-reduce, predicted"),
-        ],
-        loc="outside lower center",
-        ncols=5,
-        fontsize="small",
-        frameon=False,
-    )
+    handles = [
+        *(Patch(color=color, label=phase) for phase, color in _PHASES.items()),
+        Patch(color=_MESSAGE_COLORS[0], label="all-reduce, numbered"),
+        Patch(facecolor="white", edgecolor=GRAY, hatch="////", label="all-reduce, predicted"),
+    ]
+    _add_legend(figure, handles)
     return figure
 
 
@@ -67,6 +62,16 @@ def _panels(figure: Figure, num_lanes: Sequence[int]) -> list[Axes]:
     ratios = {"height_ratios": num_lanes}
     grid = figure.subplots(len(num_lanes), sharex=True, squeeze=False, gridspec_kw=ratios)
     return list(grid[:, 0])
+
+
+def _add_legend(figure: Figure, handles: list[Patch]) -> None:
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        fontsize="small",
+        frameon=False,
+    )
 
 
 def _add_subtitle(axes: Axes, records: Sequence[Record], height: float) -> None:
@@ -179,21 +184,12 @@ def plot_pipelines(records: Sequence[Record]) -> Figure:
     _add_subtitle(panels[0], measured, 1.35)
     darker = "; darker: a later stage of the rank" if any(map(_is_interleaved, measured)) else ""
     panels[-1].set_xlabel(f"time from the first forward (ms){darker}")
-    drawn = [
-        phase
-        for phase in _PIPELINE_PHASES
+    handles = [
+        Patch(color=colors[0], label=_NAMES.get(phase, phase))
+        for phase, colors in _PIPELINE_PHASES.items()
         if any(f"{phase}_start_s" in record.metrics for record in measured)
     ]
-    figure.legend(
-        handles=[
-            Patch(color=_PIPELINE_PHASES[phase][0], label=_NAMES.get(phase, phase))
-            for phase in drawn
-        ],
-        loc="outside lower center",
-        ncols=len(drawn),
-        fontsize="small",
-        frameon=False,
-    )
+    _add_legend(figure, handles)
     return figure
 
 

@@ -182,10 +182,6 @@ class PowerLawFit:
     """A power law for N and a saturating law for the loss, with their replicates."""
 
     method: MethodName
-    compute: Array
-    """Budgets of the fitted points."""
-    parameters: Array
-    loss: Array
     line: LogLine
     law: SaturatingLaw
     drawn_lines: LogLine
@@ -265,9 +261,6 @@ def fit_parabola(sweep: Sweep, counts: Array) -> PowerLawFit:
     require_replicates("parabola", float(has_answer.mean()))
     return PowerLawFit(
         method="parabola",
-        compute=compute,
-        parameters=vertices,
-        loss=losses,
         line=fit_log_line(compute, vertices[None]),
         law=fit_saturating_law(compute, losses[None]),
         drawn_lines=drawn_lines,
@@ -292,9 +285,6 @@ def power_law_through(
     drawn = fitted + generator.choice(residual, size=(num_draws, len(loss)))
     return PowerLawFit(
         method=method,
-        compute=compute,
-        parameters=parameters,
-        loss=loss,
         line=fit_log_line(compute, parameters[None]),
         law=law,
         drawn_lines=draw_log_lines(compute, parameters, num_draws, seed),
