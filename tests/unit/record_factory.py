@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from paceline.records import Environment, Metric, Record, capture_environment, find_kind
-from paceline.reports.record_sets import subject_of
+from paceline.traces.analysis import step_subject
 
 ENVIRONMENT = capture_environment()
 Numbers = Mapping[str, float | Sequence[float]]
@@ -221,7 +221,7 @@ def profile(
     environment = profile_environment(machine, time)
     phase = "train" if "backward" in ranges else "forward"
     memory = memory_record(**{**MODEL, "hardware": machine, "phase": phase, **case})
-    subject = subject_of(memory)
+    subject = step_subject(memory.case)
     matmuls = {"predicts": "operator", "subject": subject, "work": "matmul", "operator": "all"}
     trace = {"subject": subject, "rank": 0, "label": "", "environment": environment}
     return [

@@ -6,7 +6,7 @@ separately, because tracing every Python line makes it several times slower.
 
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,11 +26,16 @@ from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
 from paceline.core.specs import bytes_per_element, precision_preset
 from paceline.core.units import Progress, format_binary_bytes
-from paceline.kernels import resolve_implementation
 from paceline.kernels.named_range import named_range
 from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes
-from paceline.records import Record
-from paceline.traces.analysis import ALL_OPERATORS, analyse_trace, operator_records, step_records
+from paceline.records import CaseValue, Record
+from paceline.traces.analysis import (
+    ALL_OPERATORS,
+    analyse_trace,
+    operator_records,
+    step_records,
+    step_subject,
+)
 from paceline.traces.capture import profiling, record_memory
 from paceline.traces.catalog import OpClass
 from paceline.traces.memory import Category, MemoryTimeline, memory_timeline, read_allocations
@@ -58,16 +63,13 @@ def profile_step(sweep: StepSweep, trace: pathlib.Path, on_progress: Progress) -
     timeline = trace_memory(step, trace.with_name("memory-snapshot.pickle"))
     on_progress(total, total)
     environment = current_environment()
-    subject = (
-        f"{case.model}, batch {case.batch.num_sequences}, context {case.batch.context_length}, "
-        f"{case.precision}, {resolve_implementation(case.sweep.attention, device)} attention, "
-        f"{case.phase}"
-    )
+    fields = step_case_fields(case, describe_hardware(device))
+    subject = step_subject(fields)
     return [
         *step_records(analysis, subject, environment),
         *operator_records(analysis, subject, environment),
         *_flops_predictions(case, subject),
-        *_memory_records(case, device, timeline),
+        *_memory_records(case, fields, timeline),
         *_allocation_records(subject, timeline),
     ]
 
@@ -129,9 +131,10 @@ def _flops_predictions(case: StepCase, subject: str) -> list[Record]:
     ]
 
 
-def _memory_records(case: StepCase, device: torch.device, timeline: MemoryTimeline) -> list[Record]:
+def _memory_records(
+    case: StepCase, fields: Mapping[str, CaseValue], timeline: MemoryTimeline
+) -> list[Record]:
     """Returns the memory over the step, and predictions of its resident parts."""
-    fields = step_case_fields(case, describe_hardware(device))
     numbers: dict[str, float | Sequence[float]] = {
         "peak_bytes": timeline.peak_bytes,
         "time_s": timeline.times_s,

@@ -33,7 +33,6 @@ from paceline.reports.record_sets import (
     own_time_s,
     same_run,
     step_seconds,
-    subject_of,
     varies,
 )
 from paceline.reports.tables.profile import (
@@ -44,7 +43,7 @@ from paceline.reports.tables.profile import (
     work_table,
 )
 from paceline.reports.tables.table import Table, records_table
-from paceline.traces.analysis import ALL_OPERATORS
+from paceline.traces.analysis import ALL_OPERATORS, step_subject
 from paceline.traces.catalog import OpClass
 from paceline.traces.operators import EVERYWHERE
 
@@ -359,7 +358,7 @@ def _allocations(record_set: RecordSet, records: Sequence[Record]) -> list[Recor
     for record in records:
         found = [
             allocation
-            for allocation in record_set.find("allocation", subject=subject_of(record))
+            for allocation in record_set.find("allocation", subject=step_subject(record.case))
             if same_run(allocation, record) and allocation.metrics
         ]
         if found:

@@ -24,7 +24,7 @@ from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
 from paceline.records.store import case_key
 from paceline.reports.comparison import Ratio, compare
 from paceline.reports.fields import case_number
-from paceline.traces.analysis import ALL_OPERATORS
+from paceline.traces.analysis import ALL_OPERATORS, step_subject
 
 _STAMPING = datetime.timedelta(seconds=2)
 """Timestamps of records from one run of a command differ by at most this."""
@@ -239,15 +239,6 @@ def own_time_s(record: Record) -> float:
     return record.metrics["own_time_s"].value
 
 
-def subject_of(record: Record) -> str:
-    """Returns the subject under which the operators and allocations of a step are stored."""
-    case = record.case
-    return (
-        f"{case['model']}, batch {case['batch']}, context {case['context']}, "
-        f"{case['precision']}, {case['attention']} attention, {case['phase']}"
-    )
-
-
 def find_profile_runs(record_set: RecordSet) -> list[ProfileRun]:
     """Returns the newest complete run of every step on every machine."""
     by_subject: dict[str, list[Record]] = {}
@@ -267,7 +258,7 @@ def _gather(record_set: RecordSet, subject: str, operators: Sequence[Record]) ->
         return [record for record in records if record.metrics and same_run(record, operators[0])]
 
     memory = of_run(record_set.find("memory_timeline"))
-    memory = [record for record in memory if subject_of(record) == subject]
+    memory = [record for record in memory if step_subject(record.case) == subject]
     expected = of_run(record_set.predictions("operator"))
     return ProfileRun(
         subject=subject,

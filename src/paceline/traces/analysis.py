@@ -9,12 +9,12 @@ and without communication in flight. The results become records.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from paceline.core.units import NANOSECOND
-from paceline.records import Metric, Record
+from paceline.records import CaseValue, Metric, Record
 from paceline.records.environment import Environment
 from paceline.traces.catalog import EVENT, Catalog, EventTable, Role
 from paceline.traces.event_buffer import EventBuffer, StepBuffer
@@ -190,6 +190,14 @@ def part_samples(steps: Sequence[StepOverlap]) -> dict[str, list[float]]:
         "overlapped_communication_s": [step.times.overlapped for step in steps],
     }
     return {name: [value * NANOSECOND for value in values] for name, values in parts.items()}
+
+
+def step_subject(case: Mapping[str, CaseValue]) -> str:
+    """Returns the subject under which the operators and allocations of a step are stored."""
+    return (
+        f"{case['model']}, batch {case['batch']}, context {case['context']}, "
+        f"{case['precision']}, {case['attention']} attention, {case['phase']}"
+    )
 
 
 def step_records(analysis: TraceAnalysis, subject: str, environment: Environment) -> list[Record]:

@@ -8,7 +8,8 @@ import pytest
 from paceline.course import calculated, steps
 from paceline.records import Metric, Record, find_kind
 from paceline.reports.document import Block
-from paceline.reports.record_sets import RecordSet, subject_of
+from paceline.reports.record_sets import RecordSet
+from paceline.traces.analysis import step_subject
 from tests.unit import record_factory
 from tests.unit.course.report_cases import check, make_record, question_of
 from tests.unit.record_factory import EARLY, FORWARD, LATE, MODEL, TRAIN, Ranges, profile
@@ -167,7 +168,7 @@ def _allocations(*allocations: tuple[Any, ...]) -> list[Record]:
     """Returns a step and its allocations, each given by number, size, environment and count."""
     records = _memory(**STATES)
     for number, size, environment, *count in allocations:
-        case = {"subject": subject_of(records[0]), "number": number, "category": "temporary"}
+        case = {"subject": step_subject(records[0].case), "number": number, "category": "temporary"}
         case |= {"operator": f"aten::op{number}", "place": "layers.py", "environment": environment}
         metrics = {"size_bytes": size, "num_allocations": (*count, 1)[0]}
         records.append(make_record("allocation", metrics, **case))
