@@ -24,7 +24,7 @@ from paceline.core.hardware import known_devices
 from paceline.core.strategies import StrategyName
 from paceline.core.units import GB, GIB, format_decimal
 from paceline.data.inspect import DocumentLengths
-from paceline.lab.chaos.records import FAULT
+from paceline.lab.chaos import FAULT
 from paceline.loop.demo import draw_demo
 from paceline.planner.goodput.options import LLAMA3_DEVICE_INTERVAL_H, LLAMA3_EFFECTIVE
 from paceline.planner.goodput.scenario import best_interval_s, goodput, interruption_interval_s

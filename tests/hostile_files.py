@@ -20,8 +20,8 @@ from paceline.data.loader.config import SourceConfig
 from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json, load_tokenizer
-from paceline.models.hugging_face.files import read_config as hugging_face_config
-from paceline.models.hugging_face.files import weight_files
+from paceline.models.hugging_face import read_config as hugging_face_config
+from paceline.models.hugging_face import weight_files
 from paceline.predict.calibration import calibrations
 from paceline.records import RecordStore, encode_plan
 from paceline.scaling import read_sweep

@@ -10,8 +10,7 @@ import torch
 
 from paceline.data.tokenizer import byte_tokenizer_json
 from paceline.models import TransformerLM
-from paceline.models.hugging_face.files import read_weights
-from paceline.models.hugging_face.llama import from_llama
+from paceline.models.hugging_face import from_llama, read_weights
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
 from paceline.training.exchange import export_model, import_model, open_saved_model

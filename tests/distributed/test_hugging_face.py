@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.hugging_face.adapter import HuggingFaceLM
+from paceline.models.hugging_face import HuggingFaceLM
 from paceline.parallel import RankError, RankPool
 from paceline.training.config import ModelConfig, RunConfig
 from paceline.training.exchange import export_model, load_model, open_saved_model

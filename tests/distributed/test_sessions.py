@@ -249,7 +249,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 @needs_lab
 def test_a_shaped_link_carries_its_rate() -> None:
-    from paceline.lab.probe import measure_link
+    from paceline.lab.network import measure_link
 
     for rate in (200e6, 1e9):
         with hosts(2, LinkShape(rate_bits_per_s=rate)) as (first, second):

@@ -21,9 +21,8 @@ from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from paceline.lab.chaos.faults import Kind
-    from paceline.lab.chaos.records import ChaosAudit
-    from paceline.lab.chaos.run import ChaosConfig
+    from paceline.lab.chaos import ChaosAudit, ChaosConfig
+    from paceline.lab.faults import Kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +85,7 @@ class ChaosCommand:
 
     def run(self) -> int:
         """Runs the command under chaos, audits it, and prints each fault and its effect."""
-        from paceline.lab.chaos.records import FAULT, RUN, chaos_records
-        from paceline.lab.chaos.run import run_chaos
+        from paceline.lab.chaos import FAULT, RUN, chaos_records, run_chaos
         from paceline.records import capture_environment
         from paceline.reports.tables.reliability import chaos_table
 
@@ -111,7 +109,7 @@ class ChaosCommand:
         return 0 if whole.outcome == "ok" else 1
 
     def _config(self) -> "ChaosConfig":
-        from paceline.lab.chaos.run import ChaosConfig
+        from paceline.lab.chaos import ChaosConfig
 
         return ChaosConfig(
             command=self.command,
@@ -130,7 +128,7 @@ class ChaosCommand:
         )
 
     def _kinds(self) -> "dict[str, Kind]":
-        from paceline.lab.chaos.faults import FAULTS, Kind
+        from paceline.lab.faults import FAULTS, Kind
 
         every_s = parse_seconds(self.every, "period")
         kinds = {}
@@ -145,7 +143,7 @@ class ChaosCommand:
         return kinds
 
     def _audit(self, config: "ChaosConfig") -> "ChaosAudit | None":
-        from paceline.lab.chaos.records import audit_chaos
+        from paceline.lab.chaos import audit_chaos
         from paceline.training.run_directory import CONFIG
 
         # Only runs of `paceline train` can be audited.

@@ -7,14 +7,24 @@ namespaces, links and shaping. Namespaces are anonymous, so they cannot leak or 
 
 As root, namespaces are created directly; otherwise inside a user namespace, if the kernel allows
 it. Hosts cannot reach the outside: the switch has no uplink.
+
+`measure_link` measures the real rate of a link with one short TCP stream, counted at the receiver.
+
+Measures the real rate of a link with one short TCP stream, counted at the receiver.
+
+``python -m paceline.lab.network receive ADDRESS`` prints the port that it listens on, then the
+payload bits per second; ``python -m paceline.lab.network send ADDRESS PORT BUFFER`` sends to it.
 """
 
 import contextlib
 import dataclasses
 import os
 import shutil
+import socket
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 from paceline.core.errors import PacelineError, UsageError
@@ -42,6 +52,8 @@ done
 """
 _HOLDER_GRACE_S = 5.0
 _RUN_INSIDE = "from paceline.lab.network import run_inside; run_inside()"
+_RECEIVE = "from paceline.lab.network import receive; receive()"
+_SEND = "from paceline.lab.network import send; send()"
 
 # Queue length as the time to drain it; packets beyond it are dropped, as by a switch.
 _QUEUE_S = 0.2
@@ -272,3 +284,72 @@ def run_command(command: list[str]) -> str:
         shown = " ".join(command)
         raise LabError(f"`{shown}` failed: {result.stderr.strip() or result.stdout.strip()}")
     return result.stdout
+
+
+_WARMUP_S = 0.15
+_DURATION_S = 0.8
+# The rate is the median over windows, so that scheduling pauses of this process do not affect it.
+_WINDOW_S = 0.05
+_CHUNK_BYTES = 1 << 16
+# Data still queued when the sender stops must drain, so the buffer holds a fraction of a second.
+_BUFFER_S = 0.1
+_BUFFER_BYTES_RANGE = (1 << 16, 1 << 22)
+_TIMEOUT_S = 20.0
+
+
+def measure_link(sender: Host, receiver: Host, rate_bits_per_s: float | None = None) -> float:
+    """Returns the rate at which payload arrives from one host at another, in bits per second."""
+    smallest, largest = _BUFFER_BYTES_RANGE
+    queue_bytes = largest if rate_bits_per_s is None else int(rate_bits_per_s / 8 * _BUFFER_S)
+    buffer_bytes = min(largest, max(smallest, queue_bytes))
+    program = [sys.executable, "-c"]
+    listen = [*receiver.prefix, *program, _RECEIVE, receiver.address]
+    receiving = subprocess.Popen(listen, stdout=subprocess.PIPE, text=True)
+    try:
+        assert receiving.stdout is not None
+        port = receiving.stdout.readline().strip()
+        sender.run(*program, _SEND, receiver.address, port, str(buffer_bytes))
+        measured, _ = receiving.communicate(timeout=_TIMEOUT_S)
+        return float(measured)
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        raise LabError(f"no data passes the link between the hosts: {error}") from error
+    finally:
+        receiving.kill()
+        receiving.wait()
+
+
+def receive() -> None:
+    """Listens on the address in its arguments; prints the port, then the bits per second."""
+    address = sys.argv[1]
+    with socket.create_server((address, 0)) as server:
+        server.settimeout(_TIMEOUT_S)
+        sys.stdout.write(f"{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        connection, _ = server.accept()
+    with connection:
+        connection.settimeout(_TIMEOUT_S)
+        buffer = bytearray(_CHUNK_BYTES)
+        begin = time.perf_counter()
+        # Exclude the token bucket's burst and TCP slow start.
+        while time.perf_counter() - begin < _WARMUP_S:
+            connection.recv_into(buffer)
+        rates = []
+        begin, num_bytes = time.perf_counter(), 0
+        while count := connection.recv_into(buffer):
+            num_bytes += count
+            elapsed = time.perf_counter() - begin
+            if elapsed >= _WINDOW_S:
+                rates.append(num_bytes * 8 / elapsed)
+                begin, num_bytes = time.perf_counter(), 0
+    sys.stdout.write(f"{statistics.median(rates)}\n")
+
+
+def send() -> None:
+    """Sends to the address and port of its arguments; the third is the size of the buffer."""
+    address, port, buffer_bytes = sys.argv[1:]
+    with socket.create_connection((address, int(port)), timeout=_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(buffer_bytes))
+        chunk = bytes(_CHUNK_BYTES)
+        deadline = time.perf_counter() + _WARMUP_S + _DURATION_S
+        while time.perf_counter() < deadline:
+            connection.sendall(chunk)

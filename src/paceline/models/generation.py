@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.models.hugging_face.adapter import HuggingFaceLM
+from paceline.models.hugging_face import HuggingFaceLM
 from paceline.models.layers import LayerCache
 from paceline.models.transformer import TransformerLM, TransformerStage
 

@@ -38,24 +38,23 @@ from paceline.data.loader.config import SourceConfig
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import Tokenizer
 from paceline.models import TransformerLM
-from paceline.models.hugging_face.adapter import HuggingFaceLM, hugging_face_layout
-from paceline.models.hugging_face.files import (
+from paceline.models.hugging_face import (
     CONFIG,
+    LLAMA,
     MAX_SHARD_BYTES,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    HuggingFaceLM,
+    end_of_text,
+    from_llama,
+    hugging_face_layout,
+    llama_config,
+    llama_names,
     read_config,
     read_weights,
     require_room,
-    write_model,
-)
-from paceline.models.hugging_face.llama import (
-    LLAMA,
-    end_of_text,
-    from_llama,
-    llama_config,
-    llama_names,
     shape_of_config,
+    write_model,
 )
 from paceline.training.config import DataConfig, ModelConfig, RunConfig, dimensions
 from paceline.training.run_checkpointer import RunIdentity, identity_of

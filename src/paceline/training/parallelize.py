@@ -27,7 +27,7 @@ from paceline.core.runnable import needs_mesh
 from paceline.core.strategies import StrategyName
 from paceline.health.checksum import StateTensor, state_tensors
 from paceline.models import TransformerLM
-from paceline.models.hugging_face.adapter import HuggingFaceLM
+from paceline.models.hugging_face import HuggingFaceLM
 from paceline.models.layers import RMSNorm
 from paceline.models.transformer import TransformerStage, draw_weight
 from paceline.parallel import Session

@@ -14,7 +14,7 @@ from paceline.core.plan import Estimate
 from paceline.core.specs import precision_preset
 from paceline.data.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
-from paceline.models.hugging_face.files import read_config
+from paceline.models.hugging_face import read_config
 from paceline.parallel import Session
 from paceline.parallel.ranks.hardware import (
     describe_hardware,

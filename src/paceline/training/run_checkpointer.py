@@ -28,7 +28,7 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
-from paceline.models.hugging_face.files import read_config
+from paceline.models.hugging_face import read_config
 from paceline.parallel import Session
 from paceline.parallel.ranks.collectives import from_first
 from paceline.records.store import UNDECODABLE

@@ -12,7 +12,7 @@ from paceline.checkpoint.state import load_training_state
 from paceline.cli.main import main
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
-from paceline.models.hugging_face.files import read_weights
+from paceline.models.hugging_face import read_weights
 from paceline.training.exchange import export_model, import_model, open_saved_model
 from paceline.training.toml_config import decode_config
 from tests.unit.checkpoint.runs import save_steps

@@ -9,8 +9,7 @@ import torch
 
 from paceline.core.errors import UsageError
 from paceline.models.generation import generate
-from paceline.models.hugging_face.adapter import HuggingFaceLM, hugging_face_layout
-from paceline.models.hugging_face.files import read_config
+from paceline.models.hugging_face import HuggingFaceLM, hugging_face_layout, read_config
 
 transformers = pytest.importorskip("transformers", reason="adapts its models")
 

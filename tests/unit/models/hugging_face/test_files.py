@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import UsageError
-from paceline.models.hugging_face.files import read_config, read_weights, write_model
+from paceline.models.hugging_face import read_config, read_weights, write_model
 
 WEIGHTS = {f"layer.{number}": torch.full((10,), float(number)) for number in range(5)}
 SIZES = {name: tensor.nbytes for name, tensor in WEIGHTS.items()}

@@ -9,13 +9,16 @@ import torch
 from paceline.core.errors import ShapeError, UsageError
 from paceline.core.specs import ModelShape
 from paceline.models import TransformerLM
-from paceline.models.hugging_face.files import CONFIG, read_config, read_weights, write_model
-from paceline.models.hugging_face.llama import (
+from paceline.models.hugging_face import (
+    CONFIG,
     end_of_text,
     from_llama,
     llama_config,
     llama_names,
+    read_config,
+    read_weights,
     shape_of_config,
+    write_model,
 )
 
 SHAPE = ModelShape(vocab_size=64, d_model=32, d_ff=80, num_layers=2, num_heads=4, num_kv_heads=2)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from paceline.checkpoint.storage import parse_step
 from paceline.core.errors import UsageError
 from paceline.core.units import MB
-from paceline.lab.chaos.processes import marked_processes, ranks_of, send
 from paceline.lab.network import INTERFACE, Host, LabError, LinkShape, run_command
+from paceline.lab.run import marked_processes, ranks_of, send
 from paceline.training.run_directory import CHECKPOINTS
 
 _FEWEST_CHECKPOINTS = 2

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from paceline.core import UsageError
-from paceline.lab.chaos.faults import Kind
-from paceline.lab.chaos.run import ChaosConfig, StepProgress
+from paceline.lab.chaos import ChaosConfig, StepProgress
+from paceline.lab.faults import Kind
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from paceline.cli.lab import ChaosCommand
 from paceline.core import UsageError
-from paceline.lab.chaos import faults
-from paceline.lab.chaos.faults import FAULTS, Fault, Kind, TargetRun, damage_newest, schedule
-from paceline.lab.chaos.processes import MARK, end_all, marked_processes, new_mark, ranks_of, send
+from paceline.lab import faults
+from paceline.lab.faults import FAULTS, Fault, Kind, TargetRun, damage_newest, schedule
+from paceline.lab.run import MARK, end_all, marked_processes, new_mark, ranks_of, send
 
 KINDS: dict[str, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
 TREE = "import subprocess, sys; subprocess.run(['sleep', '60'])"

@@ -1,1 +1,0 @@
-"""Chaos testing: injects faults into a run that should survive them."""

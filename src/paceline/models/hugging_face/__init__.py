@@ -1,1 +1,0 @@
-"""Models in the Hugging Face format, which transformers and vLLM load."""
