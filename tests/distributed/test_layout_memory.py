@@ -10,8 +10,9 @@ from paceline.benchmarks.config import LayoutCase, LayoutSweep
 from paceline.benchmarks.harness.ranks import collect, prepare, run_round
 from paceline.benchmarks.layouts import LayoutComparison
 from paceline.benchmarks.options import ShapeOverrides
+from paceline.core.specs import BatchShape
 from paceline.parallel import RankPool
-from paceline.predict.trainer_memory import TrainerStep, trainer_memory
+from paceline.predict.trainer_memory import trainer_memory
 
 Pools = Callable[[int], RankPool]
 _CPU = torch.device("cpu")
@@ -43,13 +44,12 @@ def _require_agreement(pool: RankPool, layout: str, **options: Any) -> None:
     (case,) = LayoutSweep(layouts=(layout,), **options).cases()
     ((peak,), *_) = pool.run(_peaks, case)
     (spec,) = case.sweep.specs
-    step = TrainerStep(
-        shape=case.shape,
+    batch = BatchShape(
+        num_sequences=spec.micro_batch,
         context_length=case.sweep.context,
-        micro_batch=spec.micro_batch,
-        num_micro_batches=spec.num_micro_batches(case.sweep.batch_size),
+        accumulation_steps=spec.num_micro_batches(case.sweep.batch_size),
     )
-    ratio = trainer_memory(spec.layout, step).total / peak
+    ratio = trainer_memory(spec.layout, case.shape, batch).total / peak
     # On a busy machine, gloo's threads free gathered blocks only after the next ones arrive.
     least = _LEAST_OF_ZERO_3 if spec.layout.sharding == "parameters" else 0.95
     assert least < ratio < 1.05

@@ -55,7 +55,7 @@ from paceline.parallel.strategies import without_synchronization
 from paceline.parallel.zero.optimizer import state_tensors
 from paceline.predict.calibration import TOPOLOGY_FIELDS, Calibration, calibrations, inside_host
 from paceline.predict.layout_step import layout_step_time
-from paceline.predict.trainer_memory import TrainerStep, trainer_memory
+from paceline.predict.trainer_memory import trainer_memory
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS
 from paceline.records.schema import model_case_fields, model_of_case
@@ -372,16 +372,16 @@ def _predict(
     context_length, batch_size = int(str(case["context"])), int(str(case["batch_size"]))
     shape = model_of_case(case)
     assert shape is not None  # The kind requires the fields of a model.
-    step = TrainerStep(
-        shape=dataclasses.replace(shape, max_context_length=context_length),
+    shape = dataclasses.replace(shape, max_context_length=context_length)
+    batch = BatchShape(
+        num_sequences=written.micro_batch,
         context_length=context_length,
-        micro_batch=written.micro_batch,
-        num_micro_batches=written.num_micro_batches(batch_size),
+        accumulation_steps=written.num_micro_batches(batch_size),
     )
-    time = layout_step_time(written.layout, step, calibration, inside)
+    time = layout_step_time(written.layout, shape, batch, calibration, inside)
     values = {
         "step_time_s": time.total_s,
-        "peak_bytes": trainer_memory(written.layout, step).total,
+        "peak_bytes": trainer_memory(written.layout, shape, batch).total,
         **{name: value for name, value in vars(time).items() if np.any(value)},
     }
     return {name: Metric(value=float(np.ravel(value)[0])) for name, value in values.items()}

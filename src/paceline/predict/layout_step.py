@@ -27,31 +27,31 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
-from paceline.core.specs import BatchShape, Precision
+from paceline.core.specs import BatchShape, ModelShape, Precision
 from paceline.predict.calibration import Calibration
 from paceline.predict.cost.cluster import NO_ENGINE, Cluster, Engine, Tier, Tiers
 from paceline.predict.cost.layouts import Layouts, Workload
 from paceline.predict.cost.memory_traffic import elementwise_bytes, loss_bytes, num_kernels
 from paceline.predict.cost.step_time import StepTime, flops_per_pass, step_time
 from paceline.predict.step import compute_time
-from paceline.predict.trainer_memory import TrainerStep
 
 _COLLECTIVES_OF_A_SHARD = 3
 
 
 def layout_step_time(
     layout: ParallelLayout,
-    step: TrainerStep,
+    shape: ModelShape,
+    batch: BatchShape,
     calibration: Calibration,
     inside: Calibration | None = None,
 ) -> StepTime:
     """Returns the terms of a step, as arrays of one number."""
     workload = Workload(
-        shape=step.shape,
+        shape=shape,
         precision=Precision(),
-        context_length=step.context_length,
-        micro_batch=step.micro_batch,
-        num_micro_batches=step.num_micro_batches,
+        context_length=batch.context_length,
+        micro_batch=batch.num_sequences,
+        num_micro_batches=batch.accumulation_steps,
     )
     # FSDP2 shards over the context-parallel ranks too.
     arrays = dataclasses.replace(Layouts.of([layout]), shards_context=True)

@@ -96,15 +96,7 @@ _MOMENTS = 2
 """Values that AdamW keeps for each parameter."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainerStep:
-    """Work of one data-parallel rank in a step."""
-
-    shape: ModelShape
-    context_length: int
-    micro_batch: int
-    num_micro_batches: int
-    precision: Precision = dataclasses.field(default_factory=Precision)
+_FLOAT32 = Precision()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,31 +141,39 @@ class _Stage:
         return self.root_gradient + self.num_blocks * block
 
 
-def trainer_memory(layout: ParallelLayout, step: TrainerStep) -> MemoryParts:
+def trainer_memory(
+    layout: ParallelLayout, shape: ModelShape, batch: BatchShape, precision: Precision = _FLOAT32
+) -> MemoryParts:
     """Returns the peak memory of a step on the rank that uses the most, by part.
 
     Gradients are those that the optimizer updates with; at the peak, activations may still have
     their place.
     """
-    sizes = _sizes(layout, step)
+    sizes = _sizes(layout, shape, batch, precision)
     ranks = []
     for rank in range(layout.pipeline):
-        stages = _stages(layout, step, sizes, rank)
-        ranks.append(_Rank(layout, step, sizes, stages).memory(rank))
+        stages = _stages(layout, shape, batch, sizes, rank)
+        ranks.append(_Rank(layout, sizes, stages).memory(rank, batch.accumulation_steps))
     return max(ranks, key=lambda parts: parts.total)
 
 
-def _sizes(layout: ParallelLayout, step: TrainerStep) -> _Sizes:
-    shape, tensor = step.shape, layout.tensor
+def _sizes(
+    layout: ParallelLayout, shape: ModelShape, batch: BatchShape, precision: Precision
+) -> _Sizes:
+    tensor = layout.tensor
     counted = count_parameters(shape)
     matrices = (counted.attention + counted.feed_forward) / shape.num_layers
-    numbers = _BYTES * step.micro_batch * step.context_length / layout.context
+    numbers = _BYTES * batch.tokens_per_pass / layout.context
     split = tensor if layout.sequence_parallel else 1
     norms = (4 / split + 2) * shape.d_model
     keys = 2 * layout.context * shape.key_value_width
     divided = 3 * shape.attention_width + keys + 4 * shape.d_ff
     stream = numbers * shape.d_model / split
-    activations = _in_precision(numbers * (norms + divided / tensor), tensor, step)
+    activations = numbers * (norms + divided / tensor)
+    if precision != _FLOAT32:
+        ours, float32 = (_saved_by_block(shape, batch, each) for each in (precision, _FLOAT32))
+        activations = activations * ours.activations / float32.activations
+        activations += ours.weight_copies / tensor
     recomputes = layout.activation_checkpointing == "full"
     return _Sizes(
         block=_BYTES * (matrices / tensor + 2 * shape.d_model),
@@ -189,22 +189,12 @@ def _sizes(layout: ParallelLayout, step: TrainerStep) -> _Sizes:
     )
 
 
-def _in_precision(float32_bytes: float, tensor: int, step: TrainerStep) -> float:
-    """Returns the bytes that a block keeps in the step's precision, from those in float32."""
-    if step.precision == Precision():
-        return float32_bytes
-    ours, float32 = (
-        _saved_by_block(step, precision) for precision in (step.precision, Precision())
-    )
-    return float32_bytes * ours.activations / float32.activations + ours.weight_copies / tensor
-
-
-def _saved_by_block(step: TrainerStep, precision: Precision) -> SavedForBackward:
+def _saved_by_block(shape: ModelShape, batch: BatchShape, precision: Precision) -> SavedForBackward:
     """Returns what a block saves for backward on one device: what a second block adds."""
-    batch = BatchShape(num_sequences=step.micro_batch, context_length=step.context_length)
+    batch = dataclasses.replace(batch, accumulation_steps=1)
     one, two = (
         count_activations(
-            dataclasses.replace(step.shape, num_layers=number), batch, precision=precision
+            dataclasses.replace(shape, num_layers=number), batch, precision=precision
         ).saved
         for number in (1, 2)
     )
@@ -214,11 +204,12 @@ def _saved_by_block(step: TrainerStep, precision: Precision) -> SavedForBackward
     )
 
 
-def _stages(layout: ParallelLayout, step: TrainerStep, sizes: _Sizes, rank: int) -> list[_Stage]:
+def _stages(
+    layout: ParallelLayout, shape: ModelShape, batch: BatchShape, sizes: _Sizes, rank: int
+) -> list[_Stage]:
     """Returns the stages of one pipeline rank."""
-    shape = step.shape
     divided = divide_into_stages(
-        shape, step.context_length, layout.pipeline, layout.pipeline_interleave
+        shape, batch.context_length, layout.pipeline, layout.pipeline_interleave
     )
     stages = []
     for blocks in divided[rank :: layout.pipeline]:
@@ -241,11 +232,8 @@ def _stages(layout: ParallelLayout, step: TrainerStep, sizes: _Sizes, rank: int)
 class _Rank:
     """One rank of a pipeline, or of a layout without one."""
 
-    def __init__(
-        self, layout: ParallelLayout, step: TrainerStep, sizes: _Sizes, stages: list[_Stage]
-    ) -> None:
+    def __init__(self, layout: ParallelLayout, sizes: _Sizes, stages: list[_Stage]) -> None:
         self._layout = layout
-        self._step = step
         self._sizes = sizes
         self._stages = stages
         sharded = layout.sharding != "none"
@@ -256,9 +244,9 @@ class _Rank:
         self._buffer = sizes.block if self._shards > 1 else 0.0
         self._whole = sum(stage.parameters(sizes.block) for stage in stages)
 
-    def memory(self, rank: int) -> MemoryParts:
+    def memory(self, rank: int, num_micro_batches: int) -> MemoryParts:
         own = self._whole / self._shards
-        passes = backward_passes(self._layout, rank, self._step.num_micro_batches)
+        passes = backward_passes(self._layout, rank, num_micro_batches)
         moments = [moment for each in passes for moment in self._moments(each)]
         return MemoryParts(
             parameters=round(own),

@@ -19,7 +19,7 @@ from paceline.predict.calibration import Calibration, calibrations, inside_host
 from paceline.predict.history import HistoryEntry, Quantity, corrected, history_path, read_history
 from paceline.predict.layout_step import layout_step_time
 from paceline.predict.step import PREDICTED, strategy_step_terms
-from paceline.predict.trainer_memory import TrainerStep, trainer_memory
+from paceline.predict.trainer_memory import trainer_memory
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig
 
@@ -172,14 +172,7 @@ def _forecast(
     passes = config.training.num_passes(layout.data_parallel)
     own = -(-config.training.batch_size // layout.data_parallel)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
-    step = TrainerStep(
-        shape=shape,
-        context_length=batch.context_length,
-        micro_batch=batch.num_sequences,
-        num_micro_batches=passes,
-        precision=precision_preset(config.training.precision),
-    )
-    memory = _memory(config, layout, step, batch, world_size)
+    memory = _memory(config, layout, batch, passes, world_size)
     step_time_s = None
     if calibration is not None:
         known = calibrations(RecordStore(calibration).read())
@@ -188,7 +181,8 @@ def _forecast(
         strategy = config.parallel.strategy_on(world_size)
         strategy = _SAME_COLLECTIVES.get(strategy, strategy)
         if needs_mesh(layout) or strategy not in PREDICTED:
-            time = layout_step_time(layout, step, ranks, inside_host(known, ranks))
+            step = dataclasses.replace(batch, accumulation_steps=passes)
+            time = layout_step_time(layout, shape, step, ranks, inside_host(known, ranks))
             step_time_s = float(time.total_s.item())
         else:
             step_time_s = _strategy_time_s(config, batch, strategy, passes, ranks)
@@ -226,14 +220,16 @@ def earlier_runs() -> list[HistoryEntry]:
 
 
 def _memory(
-    config: RunConfig, layout: ParallelLayout, step: TrainerStep, batch: BatchShape, world_size: int
+    config: RunConfig, layout: ParallelLayout, batch: BatchShape, passes: int, world_size: int
 ) -> MemoryParts:
+    shape, precision = config.model.shape, precision_preset(config.training.precision)
     if needs_mesh(layout):
-        return trainer_memory(layout, step)
+        step = dataclasses.replace(batch, accumulation_steps=passes)
+        return trainer_memory(layout, shape, step, precision)
     return step_memory(
-        step.shape,
+        shape,
         batch,
-        step.precision,
+        precision,
         config.parallel.strategy_on(world_size),
         world_size,
         activation_checkpointing=config.model.activation_checkpointing,

@@ -6,8 +6,8 @@ from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.options import parse_layout
 from paceline.core.plan import ActivationCheckpointing
 from paceline.core.presets import model_preset
-from paceline.core.specs import ModelShape, precision_preset
-from paceline.predict.trainer_memory import TrainerStep, trainer_memory
+from paceline.core.specs import BatchShape, ModelShape, precision_preset
+from paceline.predict.trainer_memory import trainer_memory
 
 _MEASURED = {
     "replicate=4,micro=2": 149_513_452,
@@ -59,15 +59,13 @@ def _peak(
     checkpointing: ActivationCheckpointing = "none",
 ) -> float:
     written = parse_layout(text)
-    step = TrainerStep(
-        shape=shape,
+    batch = BatchShape(
+        num_sequences=written.micro_batch,
         context_length=context_length,
-        micro_batch=written.micro_batch,
-        num_micro_batches=batch_size // (written.layout.data_parallel * written.micro_batch),
-        precision=precision_preset(precision),
+        accumulation_steps=batch_size // (written.layout.data_parallel * written.micro_batch),
     )
     layout = dataclasses.replace(written.layout, activation_checkpointing=checkpointing)
-    return trainer_memory(layout, step).total
+    return trainer_memory(layout, shape, batch, precision_preset(precision)).total
 
 
 @pytest.mark.parametrize("layout", _MEASURED)
@@ -88,8 +86,7 @@ def test_peaks_of_autocast_and_recomputation_are_those_that_were_measured(
 def test_parts_add_up_to_the_peak() -> None:
     written = parse_layout("shard=2,tensor=2,zero=3,micro=4")
     shape = model_preset("bytes-6M")
-    step = TrainerStep(shape=shape, context_length=128, micro_batch=4, num_micro_batches=1)
-    parts = trainer_memory(written.layout, step)
+    parts = trainer_memory(written.layout, shape, BatchShape(num_sequences=4, context_length=128))
     # Norms are on every tensor rank; everything else is divided over four ranks.
     assert parts.parameters == pytest.approx(count_parameters(shape).total, rel=0.01)
     assert parts.gradients == parts.parameters

@@ -117,8 +117,6 @@ class Workload:
     """Whether gradients are averaged after each micro-batch instead of once per step."""
     experts: Experts | None = None
     """Experts of a mixture; the shape's `d_ff` is then the active width."""
-    bucket_copies: bool = False
-    """Whether buckets hold a second copy of gradients instead of sharing their memory."""
     trainer_stages: bool = False
     """Whether stages have the blocks that Paceline's trainer assigns, instead of equal numbers."""
     framework_memory: FrameworkMemory = PLAIN

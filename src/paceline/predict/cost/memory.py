@@ -10,8 +10,7 @@ by `shard`. Replicas of the shards, as in hybrid sharding, do not reduce memory:
                       blocks, and a block or the embedding, whichever is larger
     weight copies     autocast keeps matrices in the compute dtype in addition to float32 until the
                       end of the pass
-    buckets           a second copy of gradients, if buckets do not share their memory; with
-                      sharded gradients, two units in flight
+    buckets           with sharded gradients, two units in flight
 
 For activations see `paceline.predict.cost.activations`. The activation peak is the larger of two
 stages. The first stage keeps the most activations, plus one block while it is recomputed. The last
@@ -130,9 +129,7 @@ def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
     if framework.stays_gathered:
         gathered = np.where(layouts.pipeline > 1, held, gathered)
     averaged = layouts.shard * layouts.replicate * layouts.context > 1
-    in_flight = np.where(
-        sharded, np.minimum(averaged_at_once, held), held if workload.bucket_copies else 0.0
-    )
+    in_flight = np.where(sharded, np.minimum(averaged_at_once, held), 0.0)
     return StateBytes(
         parameters=owned(workload.parameter_bytes, layouts.stage >= 3),
         weight_copies=_weight_copies(layouts, workload, counted, parts, away),
