@@ -42,7 +42,7 @@ from typing import Literal, NamedTuple
 from paceline.accounting.parameters import block_parameters, count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.plan import ActivationCheckpointing
-from paceline.core.specs import ModelShape, require_buildable
+from paceline.core.specs import Experts, ModelShape, require_buildable
 
 AttentionConvention = Literal["full", "causal"]
 
@@ -218,3 +218,12 @@ def _work(shape: ModelShape, context_length: int, segments: Sequence[ModelSegmen
         total += attention if segment.has_attention else 0
         total += _FLOPS_PER_ELEMENT * sum(segment.elements)
     return total
+
+
+def model_flops_per_token(shape: ModelShape, experts: Experts | None, context_length: int) -> float:
+    """Returns the model FLOPs per token, with full attention scores, without recomputation."""
+    counted = flops_per_token(shape, context_length).model
+    if experts is None or experts.attention_parameters is None:
+        return counted
+    attention = experts.attention_parameters * shape.num_layers
+    return counted + 6 * (attention - count_parameters(shape).attention)

@@ -23,8 +23,7 @@ import msgspec
 
 from paceline.core.errors import DataError, UsageError
 from paceline.core.presets import model_preset, preset_names
-from paceline.core.specs import ModelShape
-from paceline.predict.cost.experts import Experts
+from paceline.core.specs import Experts, ModelShape
 
 Unit = Literal[
     "s/iteration",

@@ -125,14 +125,12 @@ class ClusterOptions:
         """Returns the spec for the search."""
         from paceline.planner.calibrations.framework_settings import FrameworkSettings
         from paceline.planner.search.spec import SearchSpec, training_precision
-        from paceline.predict.cost.framework_memory import PLAIN, find_framework_memory
 
         calibration = self._calibration(self.precision, of_experts=experts is not None)
-        framework_settings, beyond = FrameworkSettings(shards_context=runnable), PLAIN
+        framework_settings = FrameworkSettings(shards_context=runnable)
         precision = training_precision(self.precision, autocast=runnable)
         if calibration is not None and not runnable:
             framework_settings = calibration.framework_settings
-            beyond = find_framework_memory(calibration.framework, calibration.precision)
             precision = calibration.training_precision
         context = self.context or shape.max_context_length
         # The advertised size is 6% below an H100's real memory. The margin equals the median error
@@ -145,7 +143,6 @@ class ClusterOptions:
             experts=experts,
             precision=precision,
             framework_settings=framework_settings,
-            framework_memory=beyond,
             context_length=context,
             global_batch=parse_batch_tokens(self.batch_tokens, context),
             num_devices=num_devices,

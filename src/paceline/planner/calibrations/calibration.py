@@ -64,7 +64,7 @@ class FrameworkCalibration:
     @property
     def framework_settings(self) -> FrameworkSettings:
         """The framework's settings for running a step."""
-        return framework_settings(self.framework)
+        return framework_settings(self.framework, self.precision)
 
     @property
     def of_experts(self) -> bool:

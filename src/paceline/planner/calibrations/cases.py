@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.specs import ModelShape
+from paceline.core.specs import Experts, ModelShape
 from paceline.planner.calibrations.framework_settings import (
     compute_dtype,
     device_name,
@@ -21,8 +21,6 @@ from paceline.planner.calibrations.framework_settings import (
     training_precision,
 )
 from paceline.planner.published import PublishedRun, model_of
-from paceline.predict.cost.experts import Experts
-from paceline.predict.cost.framework_memory import find_framework_memory
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload, formula_of, join_shapes
 
 Array = npt.NDArray[np.float64]
@@ -157,7 +155,7 @@ def _group(cases: list[Case], index: list[int]) -> CaseGroup:
 
     runs = [case.run for case in cases]
     first = cases[0]
-    common = framework_settings(first.run.framework)
+    common = framework_settings(first.run.framework, first.dtype)
     stage = numbers(*(run.zero or 0 for run in runs))
     data = numbers(*(run.data or 1 for run in runs))
     stated = numbers(*(run.shard or run.data or 1 for run in runs))
@@ -181,13 +179,8 @@ def _group(cases: list[Case], index: list[int]) -> CaseGroup:
         context_length=numbers(*(run.context_length or 1 for run in runs)),  # type: ignore[arg-type]
         micro_batch=numbers(*(case.micro_batch for case in cases)),
         num_micro_batches=numbers(*(case.num_micro_batches for case in cases)),
-        attention=common.attention,
-        dropout=common.dropout,
-        reduces_every_pass=common.reduces_every_pass,
-        framework_memory=find_framework_memory(first.family, first.dtype),
-        fused_loss=common.fused_loss,
-        repeated_matmuls=common.repeated_matmuls,
         experts=first.experts,
+        **common.of_steps(),
     )
     return CaseGroup(
         variant=first.variant,

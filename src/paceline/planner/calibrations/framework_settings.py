@@ -5,24 +5,20 @@ calibration absorbs the remaining differences. A family joins the versions of on
 """
 
 import dataclasses
+from typing import Any
 
 from paceline.core.specs import Precision
 from paceline.planner.published import PublishedRun
-from paceline.predict.cost.layouts import AttentionKernel
+from paceline.predict.cost.framework_memory import find_framework_memory
+from paceline.predict.cost.layouts import StepSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrameworkSettings:
+class FrameworkSettings(StepSettings):
     """Defaults shared by all runs of a framework."""
 
-    attention: AttentionKernel = "flash"
-    dropout: bool = False
     shards_context: bool = True
     """Whether ZeRO also shards states over context ranks."""
-    reduces_every_pass: bool = False
-    fused_loss: bool = False
-    repeated_matmuls: float = 0.0
-    """Fraction of matmuls that selective recomputation repeats."""
     reduction: str = "bfloat16"
     """dtype of gradients during reduction, for 16-bit training."""
     recompute: str = "none"
@@ -35,6 +31,10 @@ class FrameworkSettings:
         if self.as_many_passes_as_stages and run.global_batch and run.data:
             return max(run.global_batch // (run.data * run.pipeline), 1)
         return 1
+
+    def of_steps(self) -> dict[str, Any]:
+        """Returns the settings that a workload has too."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(StepSettings)}
 
 
 _FAMILIES = {
@@ -88,9 +88,11 @@ def family(framework: str, *, one_host: bool = False) -> str:
     return _FAMILIES.get(framework, framework.lower())
 
 
-def framework_settings(framework: str) -> FrameworkSettings:
-    """Returns the settings of a framework or family."""
-    return _SETTINGS.get(family(framework), FrameworkSettings())
+def framework_settings(framework: str, dtype: str = "") -> FrameworkSettings:
+    """Returns the settings of a framework or family, with its memory for matmuls in `dtype`."""
+    name = family(framework)
+    memory = find_framework_memory(name, dtype)
+    return dataclasses.replace(_SETTINGS.get(name, FrameworkSettings()), framework_memory=memory)
 
 
 def device_name(device: str) -> str:

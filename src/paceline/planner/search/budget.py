@@ -12,13 +12,13 @@ import dataclasses
 import math
 
 from paceline.accounting.flops import flops_per_token
+from paceline.accounting.parameters import all_parameters
 from paceline.core.errors import UsageError
 from paceline.core.specs import Experts, ModelShape
 from paceline.planner.goodput.options import CONSTANTS, LLAMA3_DEVICE_INTERVAL_H, options
 from paceline.planner.goodput.scenario import DAY_S, DEVICES_PER_HOST, HOUR_S, Scenario
 from paceline.planner.search.search import Candidate, find_best
 from paceline.planner.search.spec import PerformanceModel, SearchSpec
-from paceline.predict.cost.experts import all_parameters
 
 _SAVED_BYTES_PER_PARAMETER = 12
 """float32 weights and AdamW's two moments."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.accounting.flops import model_flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, Estimate, ParallelLayout
 from paceline.core.specs import BatchShape
@@ -26,7 +27,6 @@ from paceline.planner.search.candidates import (
     meshes,
 )
 from paceline.planner.search.spec import PerformanceModel, SearchSpec, describe_fixed
-from paceline.predict.cost.experts import model_flops_per_token
 from paceline.predict.cost.layouts import SHARDING_STAGES
 from paceline.predict.cost.memory import layout_memory
 from paceline.predict.cost.step_time import step_time

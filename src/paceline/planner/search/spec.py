@@ -12,13 +12,8 @@ from paceline.core.units import GB
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.calibrations.framework_settings import FrameworkSettings
 from paceline.predict.cost.cluster import Cluster, Tier, Tiers
-from paceline.predict.cost.framework_memory import PLAIN, FrameworkMemory
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 
-_SETTINGS = {field.name for field in dataclasses.fields(Workload)} & {
-    field.name for field in dataclasses.fields(FrameworkSettings)
-}
-"""Names of the framework settings that are also workload fields."""
 SHORT_NAMES = {
     "dp": "data_parallel",
     "replicate": "replicate",
@@ -61,9 +56,7 @@ class SearchSpec:
     framework_settings: FrameworkSettings = dataclasses.field(
         default_factory=lambda: FrameworkSettings(shards_context=False)
     )
-    """The framework's settings: attention kernel, sharding, when gradients are averaged."""
-    framework_memory: FrameworkMemory = PLAIN
-    """The framework's memory overhead beyond the formulas."""
+    """The framework's settings: attention kernel, sharding, when gradients are averaged, memory."""
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Fixed values of layout fields, keyed by the values of `SHORT_NAMES`."""
     least_used: float = 0.9
@@ -99,9 +92,8 @@ class SearchSpec:
             context_length=self.context_length,
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
-            **{name: getattr(self.framework_settings, name) for name in _SETTINGS},
+            **self.framework_settings.of_steps(),
             trainer_stages=self.runnable,
-            framework_memory=self.framework_memory,
             experts=self.experts,
         )
 

@@ -51,8 +51,7 @@ import numpy as np
 
 from paceline.accounting.flops import divide_into_stages
 from paceline.accounting.parameters import count_parameters
-from paceline.core.specs import ModelShape
-from paceline.predict.cost.experts import Experts
+from paceline.core.specs import Experts, ModelShape
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 
 

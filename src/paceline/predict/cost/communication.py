@@ -30,8 +30,8 @@ import numpy as np
 
 from paceline.accounting.collectives import Numbers
 from paceline.accounting.overlap import least_exposed_s
+from paceline.core.specs import Experts
 from paceline.predict.cost.cluster import Cluster, Span, Tiers, collective_time_s, send_time_s
-from paceline.predict.cost.experts import Experts
 from paceline.predict.cost.layouts import CHECKPOINTING, SHARDING_STAGES, Layouts, Workload
 
 

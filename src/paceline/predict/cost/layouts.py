@@ -19,8 +19,7 @@ import numpy.typing as npt
 from paceline.accounting.collectives import Numbers
 from paceline.core.errors import UsageError
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, ParallelLayout
-from paceline.core.specs import ModelShape, Precision, bytes_per_element
-from paceline.predict.cost.experts import Experts
+from paceline.core.specs import Experts, ModelShape, Precision, bytes_per_element
 from paceline.predict.cost.framework_memory import PLAIN, FrameworkMemory
 
 Integers = npt.NDArray[np.int64]
@@ -95,16 +94,9 @@ class Layouts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Work of one data-parallel rank in a step."""
+class StepSettings:
+    """How a framework runs the same step."""
 
-    shape: ModelShape
-    precision: Precision
-    context_length: int
-    micro_batch: Numbers
-    """Sequences in one forward pass; an array if it differs between layouts."""
-    num_micro_batches: Numbers
-    """Forward passes per step; an array if it differs between layouts."""
     attention: AttentionKernel = "flash"
     """naive computes all scores and stores them; flash skips masked scores and stores none."""
     dropout: bool = False
@@ -115,12 +107,25 @@ class Workload:
     """Whether one kernel reads logits and writes their gradient, without a float32 copy."""
     reduces_every_pass: bool = False
     """Whether gradients are averaged after each micro-batch instead of once per step."""
+    framework_memory: FrameworkMemory = PLAIN
+    """The framework's memory behaviour beyond the formulas."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload(StepSettings):
+    """Work of one data-parallel rank in a step."""
+
+    shape: ModelShape
+    precision: Precision
+    context_length: int
+    micro_batch: Numbers
+    """Sequences in one forward pass; an array if it differs between layouts."""
+    num_micro_batches: Numbers
+    """Forward passes per step; an array if it differs between layouts."""
     experts: Experts | None = None
     """Experts of a mixture; the shape's `d_ff` is then the active width."""
     trainer_stages: bool = False
     """Whether stages have the blocks that Paceline's trainer assigns, instead of equal numbers."""
-    framework_memory: FrameworkMemory = PLAIN
-    """The framework's memory behaviour beyond the formulas."""
 
     def __post_init__(self) -> None:
         for field in ("context_length", "micro_batch", "num_micro_batches"):

@@ -28,7 +28,7 @@ them over the t c s / x ranks, of s shards, that hold the same experts:
 
     experts           m h f E / x weights per block with experts, over t c s / x ranks
     router            h E weights per block with experts, over the shards
-    all others        as above, without either of them (`paceline.predict.cost.experts`)
+    all others        as above, without either of them (`paceline.accounting.parameters`)
 
 The largest stage has experts in all of its blocks, if the model has that many blocks with experts.
 """
@@ -38,7 +38,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.accounting.parameters import ParameterCount, count_parameters
+from paceline.accounting.parameters import (
+    ParameterCount,
+    count_parameters,
+    expert_parameters,
+    other_parameters,
+    router_parameters,
+)
+from paceline.core.specs import Experts
 from paceline.predict.cost.activations import (
     block_bytes_per_token,
     blocks_in_flight,
@@ -47,12 +54,6 @@ from paceline.predict.cost.activations import (
     recomputed_bytes,
     trainer_loads,
     whole_sequence_bytes,
-)
-from paceline.predict.cost.experts import (
-    Experts,
-    expert_parameters,
-    other_parameters,
-    router_parameters,
 )
 from paceline.predict.cost.layouts import SHARDING_STAGES, Layouts, Workload
 

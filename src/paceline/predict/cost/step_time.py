@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.accounting.collectives import Numbers
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.parameters import count_parameters, inactive_parameters
 from paceline.core.errors import UsageError
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.communication import (
@@ -65,7 +65,6 @@ from paceline.predict.cost.communication import (
     pipeline_time_s,
     tensor_time_s,
 )
-from paceline.predict.cost.experts import inactive_parameters
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 from paceline.predict.cost.memory_traffic import (
     elementwise_bytes,

@@ -8,6 +8,7 @@ import tomllib
 import numpy as np
 import pytest
 
+from paceline.accounting.flops import model_flops_per_token
 from paceline.cli.main import main
 from paceline.core import ParallelLayout, UsageError, model_preset
 from paceline.core.errors import ShapeError
@@ -26,7 +27,6 @@ from paceline.planner.search.exports import (
 )
 from paceline.planner.search.search import Candidate, NoLayoutError, search
 from paceline.planner.search.spec import SearchSpec, assumed_performance, parse_fixed
-from paceline.predict.cost.experts import model_flops_per_token
 from paceline.records import decode_plan
 from paceline.training.plan import read_plan
 from tests.unit.planner.search.search_cases import (

@@ -11,19 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.accounting import flops_per_token
+from paceline.accounting.flops import model_flops_per_token
+from paceline.accounting.parameters import all_parameters, other_parameters, router_parameters
 from paceline.core import ModelShape, ParallelLayout, Precision, find_device
 from paceline.core.errors import HardwareError
 from paceline.core.presets import find_preset, mixture_names
+from paceline.core.specs import Experts
 from paceline.planner.calibrations.cases import group_cases, predictable
 from paceline.planner.published import published_models, published_runs
 from paceline.predict.cost.activations import kept_activations, routed_bytes
-from paceline.predict.cost.experts import (
-    Experts,
-    all_parameters,
-    model_flops_per_token,
-    other_parameters,
-    router_parameters,
-)
 from paceline.predict.cost.framework_memory import FrameworkMemory, usable_bytes
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 from paceline.predict.cost.memory import (

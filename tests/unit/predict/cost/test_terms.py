@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.accounting.parameters import inactive_parameters
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
+from paceline.core.specs import Experts
 from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, Tier, Tiers, cell_of
 from paceline.predict.cost.communication import (
     CommGroups,
@@ -14,7 +16,6 @@ from paceline.predict.cost.communication import (
     data_slowdown,
     gradient_time_s,
 )
-from paceline.predict.cost.experts import Experts, inactive_parameters
 from paceline.predict.cost.layouts import Layouts, Workload, join_shapes
 from paceline.predict.cost.memory_traffic import loss_bytes, num_kernels
 from paceline.predict.cost.step_time import flops_per_pass, small_matmul_flops, step_time
