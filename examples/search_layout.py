@@ -1,7 +1,7 @@
 """Searches the layouts of Llama 3 8B on 16 GPUs, and explains why another layout is slower."""
 
 from paceline.core import find_device, model_preset
-from paceline.planner.calibrations.store import find_calibration
+from paceline.planner.calibrations.calibration import find_calibration
 from paceline.planner.search.advice import compare, not_told_apart
 from paceline.planner.search.search import search
 from paceline.planner.search.spec import SearchSpec, calibrated_performance

@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 
+from paceline.planner.calibrations.calibration import write_calibrations
 from paceline.planner.calibrations.cases import predictable
 from paceline.planner.calibrations.parameters import terms_of
-from paceline.planner.calibrations.store import write_calibrations
 from paceline.planner.published import published_runs
 from studies.harness.records import append_record
 from studies.harness.study import study_parser

@@ -189,7 +189,7 @@ class ClusterOptions:
         self, dtype: DType, *, of_experts: bool = False
     ) -> "FrameworkCalibration | None":
         """Returns the matching calibration; None if the device and dtype were never measured."""
-        from paceline.planner.calibrations.store import (
+        from paceline.planner.calibrations.calibration import (
             find_calibration,
             known_calibrations,
             match_calibration,

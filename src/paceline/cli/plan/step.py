@@ -198,9 +198,9 @@ class CalibrateRowsCommand:
 
     def run(self) -> int:
         """Fits the rows, holds out each model in turn, and prints constants and errors."""
+        from paceline.planner.calibrations.calibration import write_calibrations
         from paceline.planner.calibrations.cases import Case, predictable
         from paceline.planner.calibrations.fit import build_calibrations
-        from paceline.planner.calibrations.store import write_calibrations
         from paceline.planner.published import published_runs, read_rows
         from paceline.reports.tables.planning import calibrations_table
 

@@ -4,23 +4,31 @@ The prediction interval is the 90% quantile of the errors of rows predicted with
 out. It uses runs in the same regime (one host or several hosts) if there are enough of them.
 Outside the range of the measured rows the interval widens: by half its width for each doubling of
 devices, sequence length, model width, tokens per pass or a mesh axis beyond that range.
+
+In a file, bundled or the user's, a calibration is one JSON object with its constants, source rows,
+residuals and ranges. The cluster is rebuilt from the constants, so a file stores nothing twice.
 """
 
-import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from paceline.accounting.intervals import conformal_quantile
+from paceline.core.errors import DataError, UsageError, did_you_mean
 from paceline.core.specs import Precision
 from paceline.planner.calibrations.framework_settings import (
     FrameworkSettings,
+    device_name,
     framework_settings,
     training_precision,
 )
-from paceline.predict.cost.cluster import Cluster
+from paceline.planner.calibrations.parameters import cluster_of, require_device
+from paceline.predict.cost.cluster import Cluster, MeasuredCorrections
 from paceline.predict.cost.layouts import Layouts, Workload
 
 WIDENING_PER_DOUBLING = 0.5
@@ -28,8 +36,7 @@ _ENOUGH = 15
 """Minimum number of residuals for a regime to use its own quantile."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
+class Residual(NamedTuple):
     """Error of one row, predicted with its model held out."""
 
     row: str
@@ -39,9 +46,10 @@ class Residual:
     """Logarithm of measured over predicted seconds."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FrameworkCalibration:
-    """Step-time constants of one framework, device and dtype."""
+class FrameworkCalibration(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
+    """Step-time constants of one framework, device and dtype; a line of a calibration file."""
 
     name: str
     framework: str
@@ -49,17 +57,31 @@ class FrameworkCalibration:
     """Name in the hardware table, if the table lists the device."""
     precision: str
     """dtype of matmuls: bfloat16, float16, float8, float4."""
-    cluster: Cluster
-    hidden: float
-    """Fraction of a pass that can hide communication."""
+    constants: dict[str, float]
+    """Fitted constants. Shares are fractions of the vendor's stated figures."""
     rows: tuple[str, ...]
     """Fitted rows of this device and dtype."""
     residuals: tuple[Residual, ...]
     """Residuals of these rows, or of all rows fitted together if there are too few."""
-    seen: Mapping[str, tuple[float, float]]
+    seen: dict[str, tuple[float, float]]
     """Minimum and maximum of each feature over the measured rows."""
-    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Fitted constants. Shares are fractions of the vendor's stated figures."""
+    cells: tuple[tuple[int, float], ...] | None = None
+    """Entries of the corrections from measured runs of the same sizes."""
+
+    def __post_init__(self) -> None:
+        """Raises if the device is unknown, or a constant is missing."""
+        _ = self.cluster, self.hidden
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        """The rates that the constants describe on the device."""
+        cells = None if self.cells is None else MeasuredCorrections(entries=self.cells)
+        return cluster_of(self.constants, require_device(self.device), self.precision, cells=cells)
+
+    @property
+    def hidden(self) -> float:
+        """Fraction of a pass that can hide communication."""
+        return self.constants["hidden"]
 
     @property
     def framework_settings(self) -> FrameworkSettings:
@@ -142,3 +164,88 @@ def ranges(groups: "list[tuple[Layouts, Workload]]") -> dict[str, tuple[float, f
             low, high = found.get(name, (np.inf, -np.inf))
             found[name] = (min(low, float(np.min(values))), max(high, float(np.max(values))))
     return found
+
+
+_DATA = pathlib.Path(__file__).parents[1] / "data" / "calibrations.jsonl"
+
+
+@functools.cache
+def known_calibrations() -> tuple[FrameworkCalibration, ...]:
+    """Returns the calibrations bundled with Paceline, sorted by number of rows, most first."""
+    known = read_calibrations(_DATA)
+    return tuple(sorted(known, key=lambda each: (-len(each.rows), each.name)))
+
+
+def match_calibration(
+    known: Iterable[FrameworkCalibration],
+    device: str,
+    precision: str,
+    *,
+    of_experts: bool | None = None,
+    framework: str | None = None,
+) -> FrameworkCalibration | None:
+    """Returns the first calibration of a device and dtype; other criteria count unless None."""
+    for each in known:
+        if (
+            (each.device, each.precision) == (device, precision)
+            and of_experts in (None, each.of_experts)
+            and framework in (None, each.framework)
+        ):
+            return each
+    return None
+
+
+def find_calibration(
+    name: str | None, device: str, precision: str, *, of_experts: bool = False
+) -> FrameworkCalibration:
+    """Finds a bundled calibration by name, or the one with the most rows for a device and dtype.
+
+    Args:
+        name: Full name or framework name; None selects the calibration with the most rows.
+        device: Device name in the hardware table.
+        precision: dtype of matmuls, such as bfloat16.
+        of_experts: Whether to find one for mixture-of-experts models instead of dense models.
+    """
+    everything = known = known_calibrations()
+    if name is not None:
+        for each in known:
+            if each.name == name:
+                return each
+        known = tuple(each for each in known if each.framework == name)
+    found = match_calibration(known, device_name(device), precision, of_experts=of_experts)
+    if found is not None:
+        return found
+    if name is not None and not known:
+        names = [each.name for each in everything]
+        hint = did_you_mean(name, {*names, *(each.framework for each in everything)})
+        raise UsageError(f"unknown calibration {name!r}; {hint}known: {', '.join(names)}")
+    of_kind = [each for each in known or everything if each.of_experts == of_experts]
+    pairs = sorted({f"{each.device} {each.precision}" for each in of_kind}) or ["none"]
+    kind = "mixtures of experts" if of_experts else "dense models"
+    raise UsageError(
+        f"no calibration of {kind} for {device} with {precision}; there are: {', '.join(pairs)}. "
+        "paceline plan calibrate makes one from your own runs"
+    )
+
+
+def read_calibrations(path: pathlib.Path | str) -> list[FrameworkCalibration]:
+    """Reads calibrations, one per line."""
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file; paceline plan calibrate writes one")
+    made = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            made.append(msgspec.json.decode(line, type=FrameworkCalibration))
+        except (msgspec.DecodeError, KeyError) as error:
+            raise DataError(f"{path}, line {number}: not a calibration ({error})") from error
+    return made
+
+
+def write_calibrations(calibrations: Iterable[FrameworkCalibration], path: pathlib.Path) -> None:
+    """Writes calibrations, one per line, with six digits of every constant."""
+    lines = []
+    for each in calibrations:
+        constants = {name: float(f"{value:.6g}") for name, value in each.constants.items()}
+        lines.append(msgspec.json.encode(msgspec.structs.replace(each, constants=constants)))
+    path.write_bytes(b"\n".join(lines) + b"\n")

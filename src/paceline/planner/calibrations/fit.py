@@ -205,12 +205,11 @@ def calibrations_of(
                 framework=own[0].family,
                 device=device,
                 precision=dtype,
-                cluster=fit.cluster(variant),
-                hidden=fit.values["hidden"],
                 rows=tuple(sorted(ids)),
                 residuals=tuple(of_variant if len(of_variant) >= 10 else residuals),
                 seen=ranges([(group.layouts, group.workload) for group in group_cases(own)]),
                 constants=fit.constants(variant),
+                cells=None if fit.cells is None else fit.cells.entries,
             )
         )
     return made

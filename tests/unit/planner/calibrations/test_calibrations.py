@@ -9,8 +9,17 @@ import pytest
 
 from paceline.core import ModelShape, ParallelLayout, UsageError
 from paceline.core.errors import DataError
-from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual, features
-from paceline.planner.calibrations.cases import Case, Variant, group_cases, predictable
+from paceline.planner.calibrations.calibration import (
+    FrameworkCalibration,
+    Residual,
+    features,
+    find_calibration,
+    known_calibrations,
+    match_calibration,
+    read_calibrations,
+    write_calibrations,
+)
+from paceline.planner.calibrations.cases import Case, group_cases, predictable
 from paceline.planner.calibrations.fit import (
     Fit,
     build_calibrations,
@@ -19,13 +28,6 @@ from paceline.planner.calibrations.fit import (
     predict_groups,
 )
 from paceline.planner.calibrations.parameters import PRIORS
-from paceline.planner.calibrations.store import (
-    find_calibration,
-    known_calibrations,
-    match_calibration,
-    read_calibrations,
-    write_calibrations,
-)
 from paceline.planner.published import PublishedRun, published_runs
 from paceline.predict.cost.layouts import Layouts, Workload
 
@@ -103,14 +105,11 @@ def test_a_model_is_held_out_or_a_number_of_devices() -> None:
 
 
 def _calibration() -> FrameworkCalibration:
-    fit = Fit(values=TRUE, offsets={})
     return FrameworkCalibration(
         name="test-h100-sxm-bfloat16",
         framework="test",
         device="h100-sxm",
         precision="bfloat16",
-        cluster=fit.cluster(Variant("h100-sxm", "bfloat16")),
-        hidden=0.7,
         rows=("a", "b"),
         residuals=tuple(
             Residual(row=str(n), model="m", one_host=n % 2 == 0, log_ratio=0.002 * n - 0.03)
@@ -177,7 +176,10 @@ def test_finding_names_what_there_is() -> None:
     assert find_calibration(None, "h100-sxm-80gb", "bfloat16").framework == "nemo"
     assert find_calibration("llm-foundry", "h100-sxm", "bfloat16").framework == "llm-foundry"
     own = _calibration()
-    others = [dataclasses.replace(own, precision="float8"), dataclasses.replace(own, name="later")]
+    others = [
+        msgspec.structs.replace(own, precision="float8"),
+        msgspec.structs.replace(own, name="later"),
+    ]
     assert match_calibration([others[0], own, others[1]], "h100-sxm", "bfloat16") == own
     assert match_calibration([own], "h100-sxm", "bfloat16", of_experts=not own.of_experts) is None
     assert match_calibration([own], "h100-sxm", "bfloat16", framework="another") is None

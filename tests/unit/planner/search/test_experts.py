@@ -13,8 +13,7 @@ from paceline.cli.main import main
 from paceline.core import ParallelLayout, UsageError, model_preset
 from paceline.core.errors import ShapeError
 from paceline.core.presets import find_preset
-from paceline.planner.calibrations.calibration import FrameworkCalibration
-from paceline.planner.calibrations.store import known_calibrations
+from paceline.planner.calibrations.calibration import FrameworkCalibration, known_calibrations
 from paceline.planner.search.advice import compare
 from paceline.planner.search.budget import estimate_run
 from paceline.planner.search.candidates import Mesh, candidate_chunks, candidates_of, expert_sizes
