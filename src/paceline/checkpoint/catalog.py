@@ -101,11 +101,7 @@ class CheckpointSummary:
 
 
 def list_checkpoints(where: str | os.PathLike[str]) -> list[CheckpointSummary]:
-    """Returns the checkpoints of a location, oldest first, without reading any tensor.
-
-    Args:
-        where: A directory or ``s3://bucket/prefix``.
-    """
+    """Returns the checkpoints of a directory or ``s3://bucket/prefix``, oldest first."""
     location = open_checkpoints(where)
     found = []
     for step in reversed(location.steps()):
@@ -133,10 +129,7 @@ def verify_checkpoint(
 ) -> Iterator[Finding]:
     """Reads a whole checkpoint, and yields every difference from what was saved.
 
-    Args:
-        where: A directory or ``s3://bucket/prefix``.
-        step: Step of the checkpoint.
-        progress: Called with the bytes read so far and in total.
+    `progress` is called with the bytes read so far and in total.
     """
     location = open_checkpoints(where)
     if step not in location.steps():

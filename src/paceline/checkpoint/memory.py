@@ -108,10 +108,8 @@ _TOKEN = "memory-token"
 class MemoryCheckpointer(Checkpointer):
     """Saves the state of a run to host memory; every rank creates one and makes the same calls.
 
-    Args:
-        root: A tmpfs directory on each host.
-        checkpoints: The run's checkpoint directory, which all ranks share. Removing it also
-            invalidates the checkpoints in memory.
+    `root` is a tmpfs directory on each host. All ranks share the run's directory `checkpoints`;
+    removing it also invalidates the checkpoints in memory.
     """
 
     def __init__(self, root: str, checkpoints: str) -> None:
@@ -210,13 +208,9 @@ def load_newest_in_memory(
     """Loads the newest step whose files are all in the memory of some host.
 
     All ranks must call it, and load the same step. Damaged files are loaded from their replicas. If
-    those are damaged too, the step is unusable, and the state is partially filled.
-
-    Args:
-        memory: Memory checkpointer of the run.
-        load: Loads what it needs from a source, the same on all ranks; called again after a
-            failure.
-        reason_against: Returns why a step must not be loaded; empty if it may be.
+    those are damaged too, the step is unusable, and the state is partially filled. `load` loads
+    what it needs from a source, the same on all ranks, and is called again after a failure.
+    `reason_against` returns why a step must not be loaded; empty if it may be.
     """
     group = memory.group
     own = _holdings(memory.memory)
@@ -320,13 +314,9 @@ _ON_DISK = "on_disk"
 
 
 class MemoryTier:
-    """Keeps the newest state of a run in host memory.
+    """Keeps the newest state of a run in host memory; arguments as of `MemoryCheckpointer`.
 
     Every rank creates one and makes the same calls.
-
-    Args:
-        root: A tmpfs directory on each host.
-        checkpoints: The run's checkpoint directory.
     """
 
     def __init__(self, root: str, checkpoints: str) -> None:
@@ -344,12 +334,7 @@ class MemoryTier:
     ) -> None:
         """Saves a state in memory; failures are reported once, and the next save is still tried.
 
-        Args:
-            step: Number of steps that the state was trained for.
-            state: State, as in a checkpoint on disk.
-            identity: Metadata of the run.
-            of_rank: Metadata of this rank.
-            on_disk: The newest step on disk.
+        Arguments are those of `Checkpointer.save`, and the newest step on disk.
         """
         if self._checkpointer is None:
             return
@@ -365,9 +350,7 @@ class MemoryTier:
     def load(self, load: Callable[[Source], None], on_disk: int) -> Restored | None:
         """Loads the newest state in memory, unless a newer one is on disk.
 
-        Args:
-            load: Loads what it needs from a source, the same on all ranks.
-            on_disk: The newest step on disk; negative if there is none.
+        `on_disk` is negative if there is none on disk.
         """
         if self._checkpointer is None:
             return None

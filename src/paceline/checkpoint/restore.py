@@ -61,13 +61,7 @@ class Restored:
 
 
 class Source:
-    """A checkpoint to load from.
-
-    Args:
-        checkpoint: A checkpoint with an intact manifest.
-        group: CPU process group of the loading ranks; all ranks by default.
-        reader: Reads the checkpoint, if its files alone are not sufficient.
-    """
+    """A checkpoint to load from, with a reader if its files alone are not sufficient."""
 
     def __init__(
         self,
@@ -82,10 +76,8 @@ class Source:
     def load(self, state: dict[str, Any]) -> None:
         """Fills the tensors of a state in place, and replaces its other values.
 
-        All ranks must call it. If it raises, the state is partially filled.
-
-        Args:
-            state: The saved state or a part of it; distributed in any way.
+        The state is the saved one or a part of it, distributed in any way. All ranks must call it.
+        If it raises, the state is partially filled.
         """
         with named_failures(f"loading {self.checkpoint.storage.url}"):
             load_state(
@@ -143,11 +135,7 @@ def load_step(
 ) -> Manifest:
     """Loads one checkpoint, in which every byte must be intact; returns its manifest.
 
-    Args:
-        where: A directory that all ranks share, ``s3://bucket/prefix``, or an open location.
-        step: A published step.
-        load: Loads what it needs from a source, the same on all ranks.
-        group: CPU process group of the ranks; all ranks by default.
+    Arguments are those of `load_newest_valid`.
     """
     location = open_checkpoints(where) if isinstance(where, (str, os.PathLike)) else where
     source = Source(from_first(functools.partial(open_checkpoint, location, step), group), group)
@@ -275,11 +263,7 @@ class CheckpointReader(StorageReader):
     def verifies(self, number: int, file: int, rank: int, world_size: int) -> bool:
         """Returns whether a rank verifies an item that no rank needed.
 
-        Args:
-            number: Index of the item among all of its kind.
-            file: Index of the file that contains the item.
-            rank: Rank among those that load.
-            world_size: Number of ranks that load.
+        `number` is the item's index among all of its kind, and `file` that of the file that has it.
         """
         return number % world_size == rank
 

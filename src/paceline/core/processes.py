@@ -41,12 +41,9 @@ _LINES_SEARCHED = 40
 def start_child(
     command: Sequence[str], *, log: pathlib.Path | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts a program that dies with this process.
+    """Starts a program that dies with this process; `options` are those of `subprocess.Popen`.
 
-    Args:
-        command: The program and its arguments.
-        log: File to append stdout and stderr to; the program then has no stdin.
-        options: Further options of `subprocess.Popen`.
+    `log` is a file to append stdout and stderr to; the program then has no stdin.
     """
     parent_pid = os.getpid()
     with contextlib.ExitStack() as stack:

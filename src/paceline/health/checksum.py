@@ -88,10 +88,7 @@ def state_tensors(
 ) -> list[StateTensor]:
     """Returns weights, then optimizer state; waits for weights that are in flight.
 
-    Args:
-        model: The model, wrapped by its strategy.
-        optimizers: Optimizers of its parameters.
-        strategy: Says which tensors all ranks have whole.
+    The strategy says which tensors all ranks have whole.
     """
     named = dict(model.named_parameters())
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
@@ -172,12 +169,7 @@ def _from_each_rank(number: Tensor) -> list[int]:
 
 
 class StateChecksum:
-    """Checksum of this rank's state, kept from one update to the next.
-
-    Args:
-        tensors: Returns this rank's state.
-        device: Device to compute on.
-    """
+    """Checksum of this rank's state, which `tensors` returns, kept from one update to the next."""
 
     def __init__(self, tensors: Callable[[], list[StateTensor]], device: torch.device) -> None:
         self._tensors = tensors

@@ -48,12 +48,9 @@ _numbers = itertools.count()
 class Watchdog:
     """Watches the main thread while it is open; every rank must open one.
 
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        stacks: Directory for the stacks of hanging ranks.
-        report: Called on one rank with its step and the message about the ranks at fault.
-        timeout_s: Seconds after which a hanging step ends the process; no limit by default.
+    The stacks of hanging ranks go to the directory `stacks`. `report` is called on one rank with
+    its step and the message about the ranks at fault. After `timeout_s` a hanging step ends the
+    process.
     """
 
     def __init__(
@@ -173,10 +170,6 @@ def dump_stacks(directory: pathlib.Path, rank: int) -> pathlib.Path:
     """Writes the Python stack of every thread, and torch's flight recorder if available.
 
     Works even while the main thread is blocked in C.
-
-    Args:
-        directory: Directory of the ranks' files.
-        rank: This rank.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank-{rank}.txt"
@@ -232,11 +225,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HangDiagnosis:
-    """Collects the positions of all ranks.
-
-    Args:
-        number: Number of the run within this process; the same on all ranks.
-    """
+    """Collects the positions of all ranks, in the run of this `number` within the process."""
 
     def __init__(self, number: int) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -246,9 +235,7 @@ class HangDiagnosis:
     def statuses(self, own: RankStatus, patience_s: float) -> list[RankStatus | None]:
         """Publishes this rank's position; returns those of all ranks, None for silent ones.
 
-        Args:
-            own: Position of this rank.
-            patience_s: Time for other ranks to notice the problem and answer.
+        Other ranks have `patience_s` to notice the problem and answer.
         """
         found: list[RankStatus | None] = [None] * dist.get_world_size()
         found[own.rank] = own
@@ -273,12 +260,7 @@ class HangDiagnosis:
 
 
 def diagnose_hang(answers: Sequence[RankStatus | None], patience_s: float) -> str:
-    """Returns a description of the ranks that the others wait for.
-
-    Args:
-        answers: Positions by rank; None for silent ranks.
-        patience_s: How long the answers were waited for.
-    """
+    """Returns a description of the ranks that the others wait for; None in `answers` is silence."""
     present = [answer for answer in answers if answer is not None]
     silent = [str(rank) for rank, answer in enumerate(answers) if answer is None]
     if silent:

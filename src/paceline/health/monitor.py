@@ -30,12 +30,8 @@ _LEAST_SPREAD = 0.01
 class HealthMonitor:
     """Guards the steps of a run; every rank creates one and makes the same calls.
 
-    Args:
-        config: Which checks to make.
-        tensors: Returns this rank's weights and optimizer state.
-        device: Device to compute on.
-        world_size: Number of ranks.
-        watchdog: Knows how long this process was stopped.
+    `tensors` returns this rank's weights and optimizer state. The watchdog knows how long this
+    process was stopped.
     """
 
     def __init__(
@@ -85,10 +81,7 @@ class HealthMonitor:
     def should_apply(self, loss: float, gradient_norm: float, notes: Sequence[float]) -> bool:
         """Returns whether to apply the update.
 
-        Args:
-            loss: Loss of the step, the same on all ranks.
-            gradient_norm: Norm of its gradients, the same on all ranks.
-            notes: Sums of all ranks' notes.
+        All ranks pass the same loss, gradient norm and sums of the ranks' notes.
         """
         num_damaged, *straggling = notes
         if self._stragglers is not None:
@@ -108,12 +101,7 @@ class HealthMonitor:
         return self.skip_reason is None
 
     def findings(self, step: int, loss: float) -> list[tuple[str, str]]:
-        """Returns names and messages of events about an applied step; all ranks must call it.
-
-        Args:
-            step: Number of completed steps.
-            loss: Loss of the last one.
-        """
+        """Returns names and messages of events about an applied step; all ranks must call it."""
         found = [] if self._stragglers is None else self._stragglers.find(step)
         events = [(STRAGGLER, message) for message in found]
         if self.spike_limit is not None:
@@ -123,10 +111,8 @@ class HealthMonitor:
     def find_damage(self, step: int, *, at_once: bool) -> str | None:
         """Returns which ranks differ from the others, if the step is due for a check.
 
-        Args:
-            step: Number of completed steps.
-            at_once: Whether to check between intervals: before a checkpoint, which must not contain
-                corrupted state, and after a skipped step.
+        `at_once` also checks between intervals: before a checkpoint, which must not contain
+        corrupted state, and after a skipped step.
         """
         every = self._config.hash_every_steps
         if not every or self._world_size == 1 or not (at_once or step % every == 0):
@@ -146,8 +132,7 @@ class HealthMonitor:
 class RecentLosses:
     """Losses of the most recent applied steps.
 
-    Args:
-        threshold: Standard deviations above the median at which a spike begins.
+    A spike begins `threshold` standard deviations above their median.
     """
 
     def __init__(self, threshold: float) -> None:

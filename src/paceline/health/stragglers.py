@@ -35,11 +35,7 @@ _NUM_BINS = 96
 
 
 class Stragglers:
-    """Tracks the ranks' own times; every rank creates one and makes the same calls.
-
-    Args:
-        device: Device to compute on.
-    """
+    """Tracks the ranks' own times; every rank creates one and makes the same calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,9 +49,8 @@ class Stragglers:
     def notes(self, own_s: float, stopped_s: float) -> Sequence[float]:
         """Returns this rank's part of the histogram, and whether it was stopped.
 
-        Args:
-            own_s: Its time in this step, without waiting for messages.
-            stopped_s: How long its process was stopped since the last step.
+        `own_s` is its time in this step without waiting for messages, `stopped_s` how long its
+        process was stopped since the last step.
         """
         self._stopped_s = max(stopped_s, own_s - self._median_s() if self._times else 0.0)
         self._times.append(own_s)
@@ -74,9 +69,6 @@ class Stragglers:
         """Returns messages about slow or stopped ranks, if the last sums show any.
 
         All ranks must call it, and get the same messages.
-
-        Args:
-            step: Number of completed steps.
         """
         if not self._was_stopped and self._num_looks < _LOOKS:
             return []

@@ -120,13 +120,7 @@ _GROUP_ENDS_S = 15.0
 
 
 class Command:
-    """A command and its processes: one on this machine, or one per host.
-
-    Args:
-        words: The program and its arguments.
-        mark: The value that identifies its processes.
-        hosts: Hosts of the lab, each with one rank; none to run on this machine.
-    """
+    """A command and its processes, identified by `mark`: one here, or one per host of the lab."""
 
     def __init__(self, words: Sequence[str], mark: str, hosts: Sequence[Host] = ()) -> None:
         self._words = list(words)

@@ -49,13 +49,10 @@ def write_model(
 ) -> None:
     """Writes a model in the format that transformers loads.
 
-    Args:
-        directory: Created atomically; it must not exist, or be empty.
-        files: All other files by name, including config.json: text, or JSON.
-        sizes: Size of every tensor in bytes, by the names that transformers uses.
-        read: Returns the tensors with the given names.
-        max_shard_bytes: Approximate maximum size of a weight file; one is in memory at a time.
-        progress: Called after each weight file.
+    The directory is created atomically; it must not exist, or be empty. `files` are all other files
+    by name, including config.json. `sizes` are the bytes of every tensor by the names that
+    transformers uses, and `read` returns tensors by these names. One weight file at a time is in
+    memory.
     """
     from safetensors.torch import save_file
 
@@ -305,11 +302,7 @@ _PREFIX = "inner."
 
 
 class HuggingFaceLM(nn.Module):
-    """Wraps a model of transformers.
-
-    Args:
-        inner: A model returned by AutoModelForCausalLM.
-    """
+    """Wraps a model that AutoModelForCausalLM of transformers returned."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -359,9 +352,6 @@ def hugging_face_layout(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     """Returns config.json of a trained model, and the names of its tensors in the files.
 
     Of tensors that share storage, such as tied embeddings, only the first is in the files.
-
-    Args:
-        config: The config that the model was built with.
     """
     with torch.device("meta"):
         inner = HuggingFaceLM.of_config(config).inner

@@ -72,11 +72,9 @@ class RotaryPositions(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch heads sequence head_dim"], start: int | Tensor = 0
     ) -> Float[Tensor, "batch heads sequence head_dim"]:
-        """Rotates the two halves of each head against each other.
+        """Rotates the two halves of each head of queries or keys against each other.
 
-        Args:
-            x: Queries or keys.
-            start: The position of the first token, or the positions of all if not contiguous.
+        `start` is the position of the first token, or the positions of all if not contiguous.
         """
         at = start if isinstance(start, Tensor) else slice(start, start + x.shape[-2])
         cosine, sine = self.cosine[at], self.sine[at]
@@ -88,11 +86,7 @@ class RotaryPositions(nn.Module):
 
 
 class LayerCache:
-    """Key-value cache of one layer, allocated once for the maximum length.
-
-    Args:
-        max_length: Number of positions to allocate.
-    """
+    """Key-value cache of one layer, allocated once for the maximum length."""
 
     def __init__(self, max_length: int) -> None:
         self.length = 0
@@ -144,12 +138,9 @@ class CausalSelfAttention(nn.Module):
         positions: RotaryPositions,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "batch sequence d_model"]:
-        """Returns causal self-attention of a sequence.
+        """Returns causal self-attention of a sequence; with a cache, `x` continues it.
 
-        Args:
-            x: The sequence; with a cache, its continuation.
-            positions: Shared by all layers, so that its tables exist once.
-            cache: Keys and values of the sequence so far; those of `x` are appended.
+        All layers share `positions`, so that its tables exist once.
         """
         # With a cache, every rank has the whole sequence.
         share = self.share if cache is None else None

@@ -157,14 +157,9 @@ def run_blocks(
     *,
     recompute: bool = False,
 ) -> Float[Tensor, "batch sequence d_model"]:
-    """Runs blocks in order and returns the residual stream.
+    """Runs the blocks of a model or stage in order and returns the residual stream.
 
-    Args:
-        blocks: The blocks of a model or of a stage.
-        x: The residual stream before the blocks.
-        positions: Shared by all blocks.
-        caches: One key-value cache per block for the sequence so far.
-        recompute: Whether to keep only each block's input and recompute the rest during backward.
+    `recompute` keeps only each block's input and recomputes the rest during backward.
     """
     for number, block in enumerate(blocks):
         if recompute:
@@ -198,13 +193,10 @@ def _std(linear: nn.Linear) -> float:
 
 
 class TransformerStage(nn.Module):
-    """Some blocks of a model; shares the model's modules.
+    """Some blocks of a model; shares the model's modules, of which those outside can be freed.
 
-    Args:
-        model: The whole model; its modules outside the stage can be freed.
-        blocks: Numbers of the blocks. The first includes the embedding, the last includes the head.
-        has_embedding: Whether to include the embedding even without the first block: a tied head
-            is stored under its name.
+    The first block includes the embedding, the last the head. `has_embedding` includes the
+    embedding even without the first block: a tied head is stored under its name.
     """
 
     def __init__(
@@ -230,8 +222,7 @@ class TransformerStage(nn.Module):
     def forward(self, x: Tensor) -> Float[Tensor, "batch sequence width"]:
         """Returns the residual stream after the stage's blocks, or the logits if it has the head.
 
-        Args:
-            x: Tokens if it has the embedding, otherwise the output of the previous stage.
+        `x` are tokens if the stage has the embedding, otherwise the output of the previous stage.
         """
         if self.embedding is not None:
             x = self.embedding(x)

@@ -200,11 +200,7 @@ def find_calibration(
 ) -> FrameworkCalibration:
     """Finds a bundled calibration by name, or the one with the most rows for a device and dtype.
 
-    Args:
-        name: Full name or framework name; None selects the calibration with the most rows.
-        device: Device name in the hardware table.
-        precision: dtype of matmuls, such as bfloat16.
-        of_experts: Whether to find one for mixture-of-experts models instead of dense models.
+    `name` is a full name or that of a framework. `of_experts` asks for mixtures of experts.
     """
     everything = known = known_calibrations()
     if name is not None:

@@ -58,14 +58,9 @@ def goodput(
 ) -> Any:
     """Returns the fraction of time that is useful training.
 
-    Args:
-        interval_s: Training time between two saves.
-        stall_s: Time for which a save stops training.
-        downtime_s: Time from a failure to the next step: detection, restart, load.
-        interruption_s: Mean time between interruptions.
-        write_s: Time from the end of the stall until the save can be loaded.
-        downtime_interruption_s: Mean time between failures that restart a downtime, if it differs
-            from `interruption_s`.
+    A save is made after `interval_s` of training, stops it for `stall_s` and can be loaded
+    `write_s` later. `downtime_interruption_s` is the mean time between failures that restart a
+    downtime, if it differs from `interruption_s`.
     """
     interval = np.asarray(interval_s, dtype=np.float64)
     between = np.asarray(interruption_s, dtype=np.float64)

@@ -157,13 +157,9 @@ def search(
     top: int = 10,
     peak_flops: float | None = None,
 ) -> SearchResult:
-    """Evaluates every candidate and returns the fastest.
+    """Evaluates every candidate and returns the fastest of at most `top` meshes.
 
-    Args:
-        spec: The search spec.
-        performance: Achieved rates of devices and links.
-        top: Maximum number of meshes to return.
-        peak_flops: Stated peak FLOP/s of a device, for MFU.
+    `peak_flops` is the stated peak FLOP/s of a device, for MFU.
     """
     began = time.perf_counter()
     kept: dict[tuple[int, ...], _Kept] = {}
