@@ -25,8 +25,14 @@ from paceline.checkpoint.catalog import read_manifest
 from paceline.checkpoint.checkpointer import Checkpointer, new_group
 from paceline.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from paceline.checkpoint.format import Json, Manifest, decode_manifest, encode_manifest
-from paceline.checkpoint.memory_reader import MemoryFiles, MemoryReader, Messages, ReplicaMap
-from paceline.checkpoint.memory_storage import MemoryStorage, run_token
+from paceline.checkpoint.memory_storage import (
+    MemoryFiles,
+    MemoryReader,
+    MemoryStorage,
+    Messages,
+    ReplicaMap,
+    run_token,
+)
 from paceline.checkpoint.restore import Restored, Source, restored_from
 from paceline.core.finding import Finding
 from paceline.core.units import format_binary_bytes

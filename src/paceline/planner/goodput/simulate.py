@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from paceline.planner.goodput.options import Option, llama3, variations
+from paceline.planner.goodput.options import Option, variations
 from paceline.planner.goodput.scenario import DAY_S, DEVICES_PER_HOST, Scenario
 from paceline.records import CaseValue, Environment, Metric, Record
 
@@ -312,14 +312,14 @@ def option_records(
 
 def replay_records(environment: Environment, *, trials: int, seed: int) -> Iterator[Record]:
     """Yields a record of Llama 3's simulated run for each variation of the assumptions."""
-    for words, assumed in variations():
-        case: dict[str, CaseValue] = {"run": "Llama 3 405B", "assumption": words}
-        case |= {
-            name: value
-            for name, value in dataclasses.asdict(assumed).items()
-            if name in ("detection_s", "restart_s")
+    for words, scenario in variations():
+        case: dict[str, CaseValue] = {
+            "run": "Llama 3 405B",
+            "assumption": words,
+            "detection_s": scenario.recovery.detection_s,
+            "restart_s": scenario.recovery.restart_s,
         }
-        yield _record(REPLAY, case, llama3(assumed), environment, trials, seed)
+        yield _record(REPLAY, case, scenario, environment, trials, seed)
 
 
 def _record(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.planner.goodput.options import CONSTANTS, LLAMA3_EFFECTIVE, Assumed, llama3, options
+from paceline.planner.goodput.options import CONSTANTS, LLAMA3, LLAMA3_EFFECTIVE, options
 from paceline.planner.goodput.simulate import option_records, replay_records, simulate
 from paceline.records import Record, capture_environment
 from paceline.reports.plots.registry import draw
@@ -10,10 +10,10 @@ from paceline.reports.tables.reliability import gains_table, goodput_table, repl
 
 
 def test_the_published_effective_time_is_reached_within_two_points() -> None:
-    found = simulate(llama3(Assumed()), trials=24)
+    found = simulate(LLAMA3, trials=24)
     assert found.failures_per_day * 54 == pytest.approx(419, rel=0.05)
     assert found.goodput == pytest.approx(LLAMA3_EFFECTIVE, abs=0.02)
-    assert found.goodput == pytest.approx(llama3(Assumed()).formula(), abs=2 * found.error)
+    assert found.goodput == pytest.approx(LLAMA3.formula(), abs=2 * found.error)
 
 
 @pytest.fixture(scope="module")
