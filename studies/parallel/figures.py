@@ -9,8 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.units import format_binary_bytes, format_decimal
-from paceline.predict.backtest import BacktestCase, HeldOutPrediction, leave_one_out, predict_others
-from paceline.predict.outcomes import accuracy
+from paceline.predict.backtest import (
+    BacktestCase,
+    HeldOutPrediction,
+    accuracy,
+    leave_one_out,
+    predict_others,
+)
 from paceline.records import Record, join_key
 from paceline.records.kinds import LINK_RATE, PREDICTION
 from paceline.reports.plots.planning import plot_backtest

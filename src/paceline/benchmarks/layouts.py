@@ -54,7 +54,7 @@ from paceline.parallel.ranks.placement import is_launched
 from paceline.parallel.strategies import without_synchronization
 from paceline.parallel.zero.optimizer import state_tensors
 from paceline.predict.calibration import TOPOLOGY_FIELDS, Calibration, calibrations, inside_host
-from paceline.predict.layout_step import layout_step_time
+from paceline.predict.step import layout_step_time
 from paceline.predict.trainer_memory import trainer_memory
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.kinds import PREDICTION, PREDICTS

@@ -76,16 +76,6 @@ def to_gibibytes(num_bytes: float) -> Gibibytes:
     return Gibibytes(num_bytes / GIB)
 
 
-def bytes_of_gigabytes(gigabytes: Gigabytes) -> float:
-    """Converts GB to bytes."""
-    return gigabytes * GB
-
-
-def bytes_of_gibibytes(gibibytes: Gibibytes) -> float:
-    """Converts GiB to bytes."""
-    return gibibytes * GIB
-
-
 def format_gigabytes(gigabytes: Gigabytes, digits: int = 0) -> str:
     """Formats GB with the unit, such as ``80 GB``."""
     return f"{gigabytes:,.{digits}f} GB"

@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.accounting.intervals import COVERAGE, weighted_quantile
 from paceline.core.plan import Estimate
-from paceline.predict.outcomes import Accuracy, PredictionOutcome, accuracy
+from paceline.predict.backtest import Accuracy, PredictionOutcome, accuracy
 from paceline.records import Metric, Record, RecordStore, capture_environment
 
 Quantity = Literal["step_time_s", "memory_bytes", "duration_s", "heldout_loss"]

@@ -17,8 +17,7 @@ from paceline.core.strategies import StrategyName, sharding_of
 from paceline.core.units import format_binary_bytes
 from paceline.predict.calibration import Calibration, calibrations, inside_host
 from paceline.predict.history import HistoryEntry, Quantity, corrected, history_path, read_history
-from paceline.predict.layout_step import layout_step_time
-from paceline.predict.step import PREDICTED, strategy_step_terms
+from paceline.predict.step import PREDICTED, layout_step_time, strategy_step_terms
 from paceline.predict.trainer_memory import trainer_memory
 from paceline.records import RecordStore
 from paceline.training.config import RunConfig

@@ -9,11 +9,11 @@ from paceline.core import UsageError
 from paceline.predict.backtest import (
     GROUPS,
     BacktestCase,
+    accuracy,
     fit_correction,
     leave_group_out,
     leave_one_out,
 )
-from paceline.predict.outcomes import accuracy
 
 FACTORS = {"matmul": 1.2, "elementwise": 0.7, "update": 1.5, "contention": 1.0, "exposed": 0.8}
 

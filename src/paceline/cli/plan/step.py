@@ -126,8 +126,7 @@ class BacktestCommand:
         """Predicts each case from the others; without files, summarises the history of runs."""
         if not self.records:
             return self._print_history()
-        from paceline.predict.backtest import leave_one_out, predict_others
-        from paceline.predict.outcomes import accuracy
+        from paceline.predict.backtest import accuracy, leave_one_out, predict_others
         from paceline.reports.tables.predictions import backtest_table
 
         cases = _read_cases(self.records)

@@ -8,9 +8,14 @@ import msgspec
 
 from paceline.accounting.intervals import COVERAGE
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
-from paceline.predict.backtest import FEWEST_CASES, HeldOutPrediction, leave_group_out
+from paceline.predict.backtest import (
+    FEWEST_CASES,
+    Accuracy,
+    HeldOutPrediction,
+    accuracy,
+    leave_group_out,
+)
 from paceline.predict.history import HistoryEntry, Quantity
-from paceline.predict.outcomes import Accuracy, accuracy
 from paceline.records import Metric, Record, join_key
 from paceline.records.kinds import PREDICTION
 from paceline.reports.tables.table import NOT_APPLICABLE, Table

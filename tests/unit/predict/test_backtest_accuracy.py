@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.plan import Estimate
-from paceline.predict.outcomes import PredictionOutcome, accuracy
+from paceline.predict.backtest import PredictionOutcome, accuracy
 
 
 def test_accuracy_counts_predictions_and_intervals() -> None:

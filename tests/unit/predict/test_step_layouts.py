@@ -10,8 +10,7 @@ from paceline.core.specs import BatchShape, Precision
 from paceline.predict.cost.cluster import NO_ENGINE
 from paceline.predict.cost.layouts import Layouts, Workload
 from paceline.predict.cost.step_time import step_time
-from paceline.predict.layout_step import cluster_of_ranks
-from paceline.predict.step import compute_time
+from paceline.predict.step import cluster_of_ranks, compute_time
 from tests.unit.predict.calibration_cases import make_calibration
 
 _SHAPE = model_preset("bytes-34M")
