@@ -8,6 +8,7 @@ row is covered if its measured time lies inside the interval.
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from paceline.planner.calibrations.calibration import FrameworkCalibration, ranges
@@ -95,7 +96,7 @@ def _intervals(
         for group in group_cases(inside):
             variant = (group.variant.device, group.variant.dtype)
             alike = [case for case in others if case.variant[:2] == variant] or others
-            calibration = dataclasses.replace(
+            calibration = msgspec.structs.replace(
                 by_variant.get(variant, made[0]),
                 residuals=tuple(
                     each

@@ -5,6 +5,7 @@ import json
 import pathlib
 import tomllib
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -174,7 +175,7 @@ def test_costs_that_are_assumed_are_those_of_small_matmuls() -> None:
 def test_calibrations_of_experts_are_told_by_their_name() -> None:
     dense = next(each for each in known_calibrations() if not each.of_experts)
     name = f"{dense.framework}-experts-{dense.device}-{dense.precision}"
-    assert dataclasses.replace(dense, name=name).of_experts
+    assert msgspec.structs.replace(dense, name=name).of_experts
     assert isinstance(dense, FrameworkCalibration)
 
 
