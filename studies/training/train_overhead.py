@@ -144,7 +144,7 @@ def run_both(rank: int, world_size: int, config: RunConfig) -> dict[str, list[fl
             build(config, layout_of(config, session.world_size), session),
             checkpointer,
             turns,
-            stop,
+            lambda: stop.received is not None,
         )
     return {"trainer": turns.trainer_s[WARMUP:], "bare": turns.bare_s[WARMUP:]}
 

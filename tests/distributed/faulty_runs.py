@@ -21,7 +21,6 @@ from paceline.training.metrics import EventRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
 from paceline.training.parallelize import TrainState, build
 from paceline.training.run_checkpointer import RunCheckpointer
-from paceline.training.signals import StopRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,11 +126,9 @@ def train_faulty(
     train_state.module.register_forward_hook(PoisonHook([p for p in poisons if p.rank == rank]))
     checkpointer = RunCheckpointer(config, session, str(out / "checkpoints"), str(out / "diverged"))
     try:
-        with (
-            mock.patch.object(TorchLoader, "__next__", _leaving_out(left_out)),
-            StopRequest(config.checkpoint.grace_s) as stop,
-        ):
-            return train(config, session, train_state, checkpointer, AfterSteps(metrics, own), stop)
+        with mock.patch.object(TorchLoader, "__next__", _leaving_out(left_out)):
+            observer = AfterSteps(metrics, own)
+            return train(config, session, train_state, checkpointer, observer, lambda: False)
     except AgreedError as error:
         return str(error)
 

@@ -12,6 +12,7 @@ on the members of each step and on whether it commits.
 import dataclasses
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -44,7 +45,6 @@ from paceline.training.recovery import Recovery
 from paceline.training.replicas import ReplicaData, Replicas, replica_health
 from paceline.training.run_checkpointer import RunCheckpointer
 from paceline.training.run_directory import METRICS, STACKS
-from paceline.training.signals import StopRequest
 from paceline.training.step import TrainingStep
 
 
@@ -113,7 +113,7 @@ def train(
     train_state: TrainState,
     checkpointer: RunCheckpointer,
     observer: Observer,
-    stop: StopRequest,
+    should_stop: Callable[[], bool],
     replicas: Replicas | None = None,
 ) -> RunOutcome:
     """Trains from the newest saved state to the last step, or until the run is asked to stop.
@@ -124,7 +124,7 @@ def train(
         train_state: The model and its optimizers, as built.
         checkpointer: Saves and restores the state of the run.
         observer: Receives the metrics rows.
-        stop: Whether the run was asked to stop.
+        should_stop: Returns whether this rank was asked to stop.
         replicas: The replicas that share each step, if the run is elastic.
     """
     num_steps = config.training.steps
@@ -176,7 +176,7 @@ def train(
             result = runner.run(
                 batch.tokens,
                 batch.targets,
-                stop=stop.received is not None,
+                stop=should_stop(),
                 digest=batch.digest or 0,
             )
             if not result.is_committed:

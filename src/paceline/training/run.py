@@ -116,7 +116,15 @@ def run(
             replicas = None
             if is_elastic:
                 replicas = Replicas(config, train_state, session.device, reporter)
-            return train(config, session, train_state, checkpointer, observer, stop, replicas)
+            return train(
+                config,
+                session,
+                train_state,
+                checkpointer,
+                observer,
+                lambda: stop.received is not None,
+                replicas,
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
