@@ -35,8 +35,8 @@ from paceline.training.loop import train
 from paceline.training.metrics import MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
 from paceline.training.parallelize import build
+from paceline.training.run import StopRequest
 from paceline.training.run_checkpointer import RunCheckpointer
-from paceline.training.signals import StopRequest
 from studies.harness.runs import local_session, write_config
 from studies.harness.study import PACELINE
 from studies.harness.turns import interleaved

@@ -174,10 +174,7 @@ def train(
             set_learning_rate(train_state.optimizers.values(), factor)
             probe.prepare(step + 1)
             result = runner.run(
-                batch.tokens,
-                batch.targets,
-                stop=should_stop(),
-                digest=batch.digest or 0,
+                batch.tokens, batch.targets, stop=should_stop(), digest=batch.digest or 0
             )
             if not result.is_committed:
                 continue  # A replica was lost: the others repeat the step.

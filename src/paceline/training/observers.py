@@ -1,22 +1,34 @@
-"""Observers of a run: metrics file, log or panel, and trackers.
+"""Observers of a run: its metrics file, its log, the cost of restarts, and its record.
 
 An observer that fails must not end a run that takes days: the failure is reported once, and the
-observer receives no more rows.
-
-Reports the cost of restarts, after the first step that follows them.
+observer receives no more rows. The panel and the trackers are observers too.
 """
 
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import torch
 
+from paceline.core.presets import model_preset
+from paceline.core.runnable import needs_mesh
+from paceline.core.specs import BatchShape
 from paceline.core.units import format_decimal, format_duration, format_seconds
+from paceline.kernels.attention.api import resolve_implementation
+from paceline.parallel import Session
+from paceline.parallel.mesh.layout import describe
+from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.supervisor import Restart
-from paceline.training.forecast import Forecast
+from paceline.records import CaseValue, Record, RecordStore, capture_environment
+from paceline.records.kinds import MODEL_FIELDS
+from paceline.records.schema import model_case_fields
+from paceline.training.config import RunConfig
+from paceline.training.forecast import Forecast, ResolvedRun
 from paceline.training.metrics import (
+    FINISHED,
     INCIDENTS,
     RESTARTED,
     STARTED,
@@ -25,7 +37,9 @@ from paceline.training.metrics import (
     MetricsFile,
     MetricsRow,
     StepRow,
+    run_metrics,
 )
+from paceline.training.run_directory import METRICS, RECORD
 
 
 class Observer(Protocol):
@@ -201,3 +215,78 @@ class RestartLogger:
             time_s=now - restart.noticed_s if is_last else None,
             details=details,
         )
+
+
+class RecordObserver:
+    """Appends the record of a run when it finishes, which compares like any measurement."""
+
+    def __init__(self, run: ResolvedRun, session: Session, expected: Forecast) -> None:
+        self._run = run
+        self._session = session
+        self._expected = expected
+
+    def log(self, row: MetricsRow) -> None:
+        """Writes the record from the rows of all attempts when the last step is done."""
+        if not isinstance(row, EventRow) or row.name != FINISHED:
+            return
+        directory = pathlib.Path(self._run.config.out)
+        rows = list(MetricsFile(directory / METRICS).read())
+        RecordStore(directory / RECORD).append(
+            Record(
+                kind="training_run",
+                case=run_case(self._run, self._session),
+                environment=capture_environment(),
+                metrics=run_metrics(rows, self._expected),
+                outcome="ok",
+            )
+        )
+
+    def close(self) -> None:
+        """Does nothing: the record is already written."""
+
+
+def run_case(run: ResolvedRun, session: Session) -> dict[str, CaseValue]:
+    """Returns every setting that affects the expected speed and loss of a run."""
+    config, location = run.config, describe_hardware(session.device)
+    strategy = config.parallel.strategy_on(session.world_size)
+    return {
+        "strategy": strategy,
+        "bucket_size_mb": config.parallel.bucket_size_for(strategy),
+        **_model_case(config, location.device),
+        "precision": config.training.precision,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "compile": "blocks" if config.model.compile_blocks else "none",
+        "activation_checkpointing": config.model.activation_checkpointing,
+        "optimizer": config.optimizer.name,
+        "world_size": session.world_size,
+        "num_hosts": session.placement.num_hosts,
+        "backend": session.backend,
+        **location.as_case(),
+        "layout": describe(run.layout) if needs_mesh(run.layout) else None,
+        "steps": config.training.steps,
+        "batch_size": config.training.batch_size,
+        "learning_rate": config.optimizer.learning_rate,
+        "schedule": config.schedule.name,
+        "seed": config.training.seed,
+    }
+
+
+def _model_case(config: RunConfig, device: str) -> dict[str, CaseValue]:
+    """Returns the case fields of the model; the dimensions of a Hugging Face model are None."""
+    batch = BatchShape(
+        num_sequences=config.training.micro_batch_size, context_length=config.data.context_length
+    )
+    if (foreign := config.model.hugging_face) is not None:
+        return {
+            **dict.fromkeys(MODEL_FIELDS, None),
+            "model": pathlib.Path(foreign).name,
+            "batch": batch.num_sequences,
+            "context": batch.context_length,
+            "attention": "transformers",
+        }
+    shape, preset = config.model.shape, config.model.preset
+    name = preset if shape == model_preset(preset) else "custom"
+    return {
+        **model_case_fields(name, shape, batch),
+        "attention": resolve_implementation("auto", device),
+    }

@@ -14,8 +14,7 @@ from paceline.reports.tables.table import records_table, render_markdown
 from paceline.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, StepConfig
 from paceline.training.forecast import resolve
 from paceline.training.metrics import EventRow, MetricsFile
-from paceline.training.observers import FileObserver
-from paceline.training.record import RecordObserver, run_case
+from paceline.training.observers import FileObserver, RecordObserver, run_case
 from paceline.training.run import expect
 from tests.unit.training.row_factory import evaluation_row, expectation, started, step_row
 

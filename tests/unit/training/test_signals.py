@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from paceline.training.signals import StopRequest
+from paceline.training.run import StopRequest
 
 # Blocks in C without the GIL and without handling signals, as a collective does.
 _DEAF = """
 import ctypes, os, sys
-from paceline.training.signals import StopRequest
+from paceline.training.run import StopRequest
 
 with StopRequest(float(sys.argv[1])) as stop:
     os.write(1, b"ready\\n")
