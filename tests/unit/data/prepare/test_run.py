@@ -11,7 +11,7 @@ import pytest
 from paceline.core.errors import DataError, UsageError
 from paceline.data.manifest import read_manifest
 from paceline.data.prepare import duplicates, tokenize
-from paceline.data.prepare import shards as shards_module
+from paceline.data.prepare import run as shards_module
 from paceline.data.prepare import tokenize as pieces
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import find_inputs, find_prepared, make_job, prepare
