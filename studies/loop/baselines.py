@@ -13,11 +13,9 @@ import msgspec
 import numpy as np
 
 from paceline.loop.directory import LoopDirectory
-from paceline.loop.executors import LocalExecutor
-from paceline.loop.sweep_design import PlannedRun, SweepSpec, find_shape, planned_run
+from paceline.loop.executors import LocalExecutor, make_task
+from paceline.loop.sweep_design import PlannedRun, Rule, SweepSpec, find_shape, planned_run
 from paceline.loop.sweep_directory import SweepDirectory
-from paceline.loop.sweep_rules import Rule
-from paceline.loop.sweep_task import make_task
 from paceline.records.environment import threads_per_rank
 from paceline.scaling.model_shapes import rule_of_thumb_parameters
 from paceline.training.toml_config import read_config

@@ -14,8 +14,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.lab.slurm import missing_packages, start_slurm, stop_slurm
-from paceline.loop.executors import Executor, LocalExecutor
-from paceline.loop.sweep_task import RunTask, has_ended
+from paceline.loop.executors import Executor, LocalExecutor, RunTask, has_ended
 from paceline.training.run_directory import audit_run
 from paceline.training.toml_config import encode_config
 from tests.distributed.slurm_cluster import lose_node, slurm_client

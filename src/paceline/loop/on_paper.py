@@ -21,13 +21,13 @@ from paceline.loop.sweep_design import (
     FINAL,
     NUM_LATER,
     PlannedRun,
+    Rule,
     SweepSpec,
     find_shape,
     first_runs,
     planned_run,
     refining_flops,
 )
-from paceline.loop.sweep_rules import Rule
 from paceline.planner.goodput.scenario import DAY_S
 from paceline.planner.search.advice import Change, sensitivity, variations
 from paceline.planner.search.budget import RunEstimate, estimate_run

@@ -14,7 +14,7 @@ from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
-from paceline.loop.choose import choose_model, fit_sweep
+from paceline.loop.choose import choose_layout, choose_model, final_config, fit_sweep, pilot_config
 from paceline.loop.directory import (
     LAYOUT,
     MODEL,
@@ -29,12 +29,11 @@ from paceline.loop.directory import (
     Outcome,
     PilotRun,
 )
-from paceline.loop.executors import MOST_ATTEMPTS, Executor, run_to_end
+from paceline.loop.executors import MOST_ATTEMPTS, Executor, make_task, run_to_end
 from paceline.loop.on_paper import expected_final, expected_seconds
-from paceline.loop.plan import choose_layout, final_config, pilot_config
 from paceline.loop.run_config import run_config
 from paceline.loop.sweep import SweepRunner
-from paceline.loop.sweep_design import CHECKS, FIT, PlannedRun, exploring_runs, require_sizes
+from paceline.loop.sweep_design import CHECKS, FIT, PlannedRun, Rule, exploring_runs, require_sizes
 from paceline.loop.sweep_directory import (
     RunResult,
     RunRow,
@@ -42,8 +41,6 @@ from paceline.loop.sweep_directory import (
     expected_time_s,
     read_result,
 )
-from paceline.loop.sweep_rules import Rule
-from paceline.loop.sweep_task import make_task
 from paceline.predict.calibration import calibrations
 from paceline.predict.history import HistoryEntry, Quantity, append_history, corrected, read_history
 from paceline.records import Record, RecordStore

@@ -14,18 +14,22 @@ from paceline.core.errors import PacelineError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
 from paceline.core.units import format_duration, format_seconds
-from paceline.loop.executors import MOST_ATTEMPTS, Executor, run_to_end
+from paceline.loop.executors import MOST_ATTEMPTS, Executor, make_task, run_to_end
 from paceline.loop.sweep_design import (
     BATCH,
     CHECKS,
     FIT,
     RATE,
     PlannedRun,
+    Rule,
     SweepSpec,
     batch_runs,
+    best_factor,
     exploring_runs,
     rate_runs,
     refining_runs,
+    rule_finding,
+    rule_of_rates,
 )
 from paceline.loop.sweep_directory import (
     ROWS,
@@ -36,8 +40,6 @@ from paceline.loop.sweep_directory import (
     expected_time_s,
     write_result,
 )
-from paceline.loop.sweep_rules import Rule, best_factor, rule_finding, rule_of_rates
-from paceline.loop.sweep_task import make_task
 from paceline.records.schema import with_interval
 from paceline.records.store import UNDECODABLE
 from paceline.reports.tables.table import Table

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from paceline.accounting.flops import flops_per_token
 from paceline.accounting.parameters import count_parameters
 from paceline.data.loader.config import SourceConfig
+from paceline.loop.executors import RunTask
 from paceline.loop.sweep import SweepRunner
 from paceline.loop.sweep_design import SweepSpec
 from paceline.loop.sweep_directory import RunResult, SweepDirectory, write_result
-from paceline.loop.sweep_task import RunTask
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from paceline.scaling.model_shapes import step_law_batch_tokens, suggested_learning_rate
 from paceline.scaling.surface import LossSurface

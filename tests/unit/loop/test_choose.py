@@ -5,7 +5,7 @@ import pytest
 
 from paceline.loop.choose import choose_model
 from paceline.loop.directory import LoopStoppedError
-from paceline.loop.sweep_rules import Rule
+from paceline.loop.sweep_design import Rule
 from paceline.scaling import ScalingFit, Sweep, fit
 from tests.unit.loop.fake_machine import SPEC
 from tests.unit.loop.fake_runs import SURFACE

@@ -18,12 +18,11 @@ from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape
 from paceline.data.loader.config import SourceConfig
+from paceline.loop.choose import final_config, pilot_config
 from paceline.loop.on_paper import expected_final
-from paceline.loop.plan import final_config, pilot_config
 from paceline.loop.run_config import DECIDED, ladder_of, run_config
-from paceline.loop.sweep_design import PlannedRun, SweepSpec, batch_runs, first_runs
+from paceline.loop.sweep_design import PlannedRun, Rule, SweepSpec, batch_runs, first_runs
 from paceline.loop.sweep_directory import SweepDirectory
-from paceline.loop.sweep_rules import Rule
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
 from paceline.training.toml_config import decode_config

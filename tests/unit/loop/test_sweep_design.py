@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import UsageError
 from paceline.loop.run_config import run_config
-from paceline.loop.sweep_design import batch_runs, exploring_runs, rate_runs, require_sizes
-from paceline.loop.sweep_rules import Rule, best_factor, rule_finding, rule_of_rates
+from paceline.loop.sweep_design import (
+    Rule,
+    batch_runs,
+    best_factor,
+    exploring_runs,
+    rate_runs,
+    require_sizes,
+    rule_finding,
+    rule_of_rates,
+)
 from tests.unit.loop.fake_runs import BASE, SPEC
 
 

@@ -7,10 +7,9 @@ import sys
 import pytest
 
 from paceline.cli.scaling.sweep import SweepProgress
-from paceline.loop.executors import LocalExecutor
+from paceline.loop.executors import LocalExecutor, RunTask
 from paceline.loop.sweep import progress_text
 from paceline.loop.sweep_directory import SweepDirectory
-from paceline.loop.sweep_task import RunTask
 from paceline.training.run_directory import EXPECTATION, METRICS
 
 RUN = pathlib.Path(__file__).parents[3] / "results" / "training-run"

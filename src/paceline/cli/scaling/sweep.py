@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from paceline.core.finding import Finding
-    from paceline.loop.executors import Executor
+    from paceline.loop.executors import Executor, RunTask
     from paceline.loop.sweep_design import SweepSpec
     from paceline.loop.sweep_directory import SweepDirectory, SweepState
-    from paceline.loop.sweep_task import RunTask
     from paceline.training.config import RunConfig
 
 _LARGEST = 1 / 8
