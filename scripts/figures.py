@@ -54,7 +54,7 @@ from paceline.reports.tables.reliability import (
 )
 from paceline.reports.tables.table import Table, View, records_table, render_markdown
 from paceline.reports.training_run import read_run
-from paceline.training.panel import Progress, RunPanel
+from paceline.training.panel import RunPanel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -303,13 +303,13 @@ def draw_lengths() -> "Figure":
 def training_panel() -> str:
     """Returns the terminal panel of the committed run after two thirds of its steps."""
     run = read_run(TRAINING_RUN)
-    progress = Progress(run.expected)
+    panel = RunPanel("run", run.expected)
     for row in run.rows:
         if row.step <= run.expected.num_steps * 2 // 3:
-            progress.log(row)
+            panel.log(row)
     console = Console(file=io.StringIO(), width=96)
     with console.capture() as captured:
-        console.print(RunPanel("run", progress))
+        console.print(panel)
     return f"```text\n{captured.get()}```\n"
 
 

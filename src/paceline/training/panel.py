@@ -1,7 +1,4 @@
-"""Terminal panel of a run, redrawn while it trains and left in place when it ends.
-
-Progress of a run, computed from its rows in bounded memory.
-"""
+"""Terminal panel of a run, redrawn while it trains and left in place when it ends."""
 
 import collections
 import itertools
@@ -32,10 +29,11 @@ _STANDARD_ERRORS = 2.0
 _EVENTS = 4
 
 
-class Progress:
-    """Tracks the progress of a run."""
+class RunPanel:
+    """Shows a run: what its rows say, computed in bounded memory, one line per quantity."""
 
-    def __init__(self, expected: Forecast) -> None:
+    def __init__(self, name: str, expected: Forecast) -> None:
+        self._name = name
         self.expected = expected
         self.step = 0
         self.losses = History()
@@ -130,6 +128,39 @@ class Progress:
         either_way = _STANDARD_ERRORS * error
         return Estimate(value=value, low=max(0.0, value - either_way), high=value + either_way)
 
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Renders one line per known quantity, and the last events below."""
+        lines = Table.grid(padding=(0, 2))
+        lines.add_column(style="bold", no_wrap=True)
+        lines.add_column(overflow="fold")
+        lines.add_row("", ProgressBar(total=self.expected.num_steps, completed=self.step))
+        texts = {
+            "loss": _loss(self, has_blocks=not options.ascii_only),
+            "held-out": _held_out(self),
+            "update": _update(self),
+            "speed": _speed(self),
+            "step": _step_time(self),
+            "waits": _waits(self),
+            "memory": _memory(self),
+            "left": _left(self),
+            "sample": _sample(self),
+        }
+        for label, text in texts.items():
+            if text:
+                lines.add_row(label, Text(text))
+        for number, event in enumerate(self.events):
+            said = Text(f"{event.name} {event.message}", style="dim")
+            lines.add_row("" if number else "events", said)
+        yield Panel(
+            lines,
+            box=ROUNDED,
+            title=Text(f"{self._name}: step {self.step:,} of {self.expected.num_steps:,}"),
+            title_align="left",
+            width=min(options.max_width, _WIDEST),
+        )
+
 
 class History:
     """Losses of a run, in a bounded number of means over equally many steps."""
@@ -173,18 +204,17 @@ _SAMPLE_CHARACTERS = 120
 
 
 class PanelObserver:
-    """Draws the progress of a run."""
+    """Draws a run."""
 
     def __init__(self, name: str, expected: Forecast, console: Console) -> None:
-        self._progress = Progress(expected)
-        self._name = name
+        self._panel = RunPanel(name, expected)
         self._next_s = 0.0
         # Drawn only when a row arrives: a refresh thread would take time from training.
         self._live = Live(console=console, auto_refresh=False)
 
     def log(self, row: MetricsRow) -> None:
         """Processes a row, and redraws unless that would take too much time."""
-        self._progress.log(row)
+        self._panel.log(row)
         if not self._live.is_started:
             self._live.start()
         if not isinstance(row, StepRow) or time.monotonic() >= self._next_s:
@@ -198,97 +228,51 @@ class PanelObserver:
 
     def _draw(self) -> None:
         began = time.monotonic()
-        self._live.update(RunPanel(self._name, self._progress), refresh=True)
+        self._live.update(self._panel, refresh=True)
         ended = time.monotonic()
         self._next_s = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
 
 
-class RunPanel:
-    """Renders the progress of a run."""
-
-    def __init__(self, name: str, progress: Progress) -> None:
-        self._name = name
-        self._progress = progress
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
-        """Renders one line per quantity, and the last events below."""
-        progress, expected = self._progress, self._progress.expected
-        lines = Table.grid(padding=(0, 2))
-        lines.add_column(style="bold", no_wrap=True)
-        lines.add_column(overflow="fold")
-        lines.add_row("", ProgressBar(total=expected.num_steps, completed=progress.step))
-        for label, text in run_lines(progress, has_blocks=not options.ascii_only):
-            lines.add_row(label, Text(text))
-        for number, event in enumerate(progress.events):
-            said = Text(f"{event.name} {event.message}", style="dim")
-            lines.add_row("" if number else "events", said)
-        yield Panel(
-            lines,
-            box=ROUNDED,
-            title=Text(f"{self._name}: step {progress.step:,} of {expected.num_steps:,}"),
-            title_align="left",
-            width=min(options.max_width, _WIDEST),
-        )
-
-
-def run_lines(progress: Progress, *, has_blocks: bool = True) -> list[tuple[str, str]]:
-    """Returns labels and texts of the known quantities of a run."""
-    made = {
-        "loss": _loss(progress, has_blocks),
-        "held-out": _held_out(progress),
-        "update": _update(progress),
-        "speed": _speed(progress),
-        "step": _step_time(progress),
-        "waits": _waits(progress),
-        "memory": _memory(progress),
-        "left": _left(progress),
-        "sample": _sample(progress),
-    }
-    return [(label, text) for label, text in made.items() if text]
-
-
-def _loss(progress: Progress, has_blocks: bool) -> str:
-    if progress.loss is None:
+def _loss(run: RunPanel, *, has_blocks: bool) -> str:
+    if run.loss is None:
         return ""
-    parts = [f"{progress.loss:.4f}"]
-    if progress.trend is not None:
-        change, steps = progress.trend
+    parts = [f"{run.loss:.4f}"]
+    if run.trend is not None:
+        change, steps = run.trend
         direction = f"{'falling' if change < 0 else 'rising'} {abs(change):.2%}"
         parts.append(f"{direction if change else 'level'} in {steps} steps")
-    if (final := progress.expected.final_loss) is not None:
+    if (final := run.expected.final_loss) is not None:
         parts.append(f"predicted at the end {with_interval(final, '{:.4f}'.format)}")
     if has_blocks:
-        parts.append(sparkline(progress.losses.points(_SPARK_POINTS)))
+        parts.append(sparkline(run.losses.points(_SPARK_POINTS)))
     return "  ".join(parts)
 
 
-def _update(progress: Progress) -> str:
-    if progress.last is None:
+def _update(run: RunPanel) -> str:
+    if run.last is None:
         return ""
-    norm, rate = progress.last.gradient_norm, progress.last.learning_rate
+    norm, rate = run.last.gradient_norm, run.last.learning_rate
     return f"norm of the gradients {norm:.3g}, learning rate {rate:.3g}"
 
 
-def _held_out(progress: Progress) -> str:
-    row = progress.evaluation
+def _held_out(run: RunPanel) -> str:
+    row = run.evaluation
     if row is None:
         return ""
     return f"{row.loss:.4f}, {row.bits_per_byte:.4f} bits per byte, at step {row.step:,}"
 
 
-def _speed(progress: Progress) -> str:
-    if progress.step_time is None:
+def _speed(run: RunPanel) -> str:
+    if run.step_time is None:
         return ""
-    step_time_s = progress.step_time.value
-    text = format_decimal(progress.expected.tokens_per_s(step_time_s), "tokens/s")
-    utilization = progress.expected.utilization(step_time_s)
+    step_time_s = run.step_time.value
+    text = format_decimal(run.expected.tokens_per_s(step_time_s), "tokens/s")
+    utilization = run.expected.utilization(step_time_s)
     return text if utilization is None else f"{text}, MFU {utilization:.1%}"
 
 
-def _step_time(progress: Progress) -> str:
-    measured, predicted = progress.step_time, progress.expected.step_time
+def _step_time(run: RunPanel) -> str:
+    measured, predicted = run.step_time, run.expected.step_time
     if measured is None:
         return ""
     text = with_interval(measured, format_seconds)
@@ -298,40 +282,37 @@ def _step_time(progress: Progress) -> str:
     return f"{text}; predicted {with_interval(predicted, format_seconds)}, measured {error:+.0%}"
 
 
-def _waits(progress: Progress) -> str:
-    if progress.step_time is None or progress.data_wait_s is None:
+def _waits(run: RunPanel) -> str:
+    if run.step_time is None or run.data_wait_s is None:
         return ""
-    waits = {
-        "data": progress.data_wait_s,
-        "exposed communication": progress.exposed_communication_s,
-    }
+    waits = {"data": run.data_wait_s, "exposed communication": run.exposed_communication_s}
     return ", ".join(
-        f"{name} {format_seconds(wait_s)} ({wait_s / progress.step_time.value:.1%})"
+        f"{name} {format_seconds(wait_s)} ({wait_s / run.step_time.value:.1%})"
         for name, wait_s in waits.items()
         if wait_s is not None
     )
 
 
-def _memory(progress: Progress) -> str:
-    if progress.memory_bytes is None:
+def _memory(run: RunPanel) -> str:
+    if run.memory_bytes is None:
         return ""
-    text, limit = format_binary_bytes(progress.memory_bytes), progress.expected.memory_limit_bytes
+    text, limit = format_binary_bytes(run.memory_bytes), run.expected.memory_limit_bytes
     if limit is not None:
-        text += f" of {format_binary_bytes(limit)} ({progress.memory_bytes / limit:.0%})"
-    tensors, process = progress.expected.memory_bytes, progress.expected.process_memory
+        text += f" of {format_binary_bytes(limit)} ({run.memory_bytes / limit:.0%})"
+    tensors, process = run.expected.memory_bytes, run.expected.process_memory
     if process is not None:
         return f"{text}; predicted {with_interval(process, format_binary_bytes)}"
     return text if tensors is None else f"{text}; tensors predicted {format_binary_bytes(tensors)}"
 
 
-def _left(progress: Progress) -> str:
-    if progress.left is None or progress.step >= progress.expected.num_steps:
+def _left(run: RunPanel) -> str:
+    if run.left is None or run.step >= run.expected.num_steps:
         return ""
-    return with_interval(progress.left, format_duration)
+    return with_interval(run.left, format_duration)
 
 
-def _sample(progress: Progress) -> str:
-    row = progress.evaluation
+def _sample(run: RunPanel) -> str:
+    row = run.evaluation
     return "" if row is None or row.sample is None else repr(row.sample[:_SAMPLE_CHARACTERS])
 
 

@@ -1,4 +1,4 @@
-"""Tests of the terminal panel and of the progress that it shows."""
+"""Tests of the terminal panel and of the quantities that it shows."""
 
 import io
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.training.panel import History, PanelObserver, Progress, sparkline
+from paceline.training.panel import History, PanelObserver, RunPanel, sparkline
 from tests.unit.training.row_factory import (
     CORRECTED,
     evaluation_row,
@@ -86,13 +86,13 @@ def test_a_sparkline_shows_more_than_a_high_beginning() -> None:
     assert sparkline([]) == ""
 
 
-def _after(losses: list[float], times: list[float] | None = None) -> Progress:
-    progress = Progress(expectation(num_steps=1000))
-    progress.log(started())
+def _after(losses: list[float], times: list[float] | None = None) -> RunPanel:
+    panel = RunPanel("run", expectation(num_steps=1000))
+    panel.log(started())
     for step, loss in enumerate(losses, start=1):
         time_s = 0.5 if times is None else times[step - 1]
-        progress.log(step_row(step, loss=loss, step_time_s=time_s))
-    return progress
+        panel.log(step_row(step, loss=loss, step_time_s=time_s))
+    return panel
 
 
 def test_a_trend_is_told_from_noise() -> None:
@@ -108,14 +108,14 @@ def test_a_trend_is_told_from_noise() -> None:
 
 
 def test_the_first_step_of_an_attempt_does_not_count() -> None:
-    progress = _after([4.0, 4.0, 4.0], [9.0, 0.5, 0.5])
-    assert progress.step_time is not None
-    assert progress.step_time.value == 0.5
-    progress.log(started(2))
-    progress.log(step_row(3, step_time_s=9.0))
-    assert progress.left is not None
-    assert progress.left.value == 997 * 0.5
-    assert progress.left.low is None
+    panel = _after([4.0, 4.0, 4.0], [9.0, 0.5, 0.5])
+    assert panel.step_time is not None
+    assert panel.step_time.value == 0.5
+    panel.log(started(2))
+    panel.log(step_row(3, step_time_s=9.0))
+    assert panel.left is not None
+    assert panel.left.value == 997 * 0.5
+    assert panel.left.low is None
 
 
 def test_the_interval_of_the_time_left_holds_it_nearly_always() -> None:
@@ -123,8 +123,8 @@ def test_the_interval_of_the_time_left_holds_it_nearly_always() -> None:
     held = 0
     for _ in range(200):
         times = [math.exp(source.gauss(0, 0.3)) for _ in range(1000)]
-        progress = _after([4.0] * 100, times)
-        left = progress.left
+        panel = _after([4.0] * 100, times)
+        left = panel.left
         assert left is not None
         assert left.low is not None
         assert left.high is not None
