@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.core import plan as core_plan
 from paceline.core.errors import RecordError, UsageError
+from paceline.core.plan import Plan, Sharding
 from paceline.core.presets import model_preset
 from paceline.core.runnable import Work, require_runnable
 from paceline.core.specs import require_buildable
@@ -21,7 +21,7 @@ from paceline.records.store import UNDECODABLE
 from paceline.training.config import dimensions
 from paceline.training.toml_config import Settings
 
-_STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
+_STRATEGIES: dict[Sharding, StrategyName] = {
     "none": "ddp",
     "optimizer": "zero1",
     "gradients": "zero2",
@@ -31,8 +31,8 @@ _STRATEGIES: dict[core_plan.Sharding, StrategyName] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A predicted step, as settings of a run."""
+class PlanSettings:
+    """The settings of a run that follows a plan."""
 
     settings: Settings
     """Values of config keys, by section."""
@@ -40,7 +40,7 @@ class Plan:
     step_time_s: float
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
+def read_plan(path: str | os.PathLike[str]) -> PlanSettings:
     """Reads a searched plan, or the prediction with the most tokens per second.
 
     Args:
@@ -49,16 +49,16 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """
     searched = _searched(pathlib.Path(path))
     if searched is not None:
-        return _searched_plan(searched, os.fspath(path))
+        return _searched_settings(searched, os.fspath(path))
     predictions = [record for record in RecordStore(path).read() if _is_step(record)]
     if not predictions:
         raise UsageError(
             f"{os.fspath(path)}: contains no predicted step; paceline plan step --json writes one"
         )
-    return _plan(max(predictions, key=_tokens_per_second))
+    return _predicted_settings(max(predictions, key=_tokens_per_second))
 
 
-def _searched(path: pathlib.Path) -> core_plan.Plan | None:
+def _searched(path: pathlib.Path) -> Plan | None:
     """Returns the plan in a file, or None if it contains something else, such as records."""
     try:
         data = path.read_bytes()
@@ -74,7 +74,7 @@ def _searched(path: pathlib.Path) -> core_plan.Plan | None:
     return decode_plan(data, str(path)) if is_plan else None
 
 
-def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
+def _searched_settings(plan: Plan, where: str) -> PlanSettings:
     layout, batch = plan.layout, plan.batch
     if plan.experts is not None:
         raise UsageError(
@@ -121,7 +121,7 @@ def _searched_plan(plan: core_plan.Plan, where: str) -> Plan:
         "parallel": parallel,
     }
     step_time_s = plan.predictions[STEP].value
-    return Plan(settings=settings, world_size=layout.world_size, step_time_s=step_time_s)
+    return PlanSettings(settings=settings, world_size=layout.world_size, step_time_s=step_time_s)
 
 
 def _is_step(record: Record) -> bool:
@@ -133,7 +133,7 @@ def _tokens_per_second(record: Record) -> float:
     return tokens / record.metrics[STEP].value
 
 
-def _plan(record: Record) -> Plan:
+def _predicted_settings(record: Record) -> PlanSettings:
     case = record.case
     model_preset(str(case["model"]))  # Raises for a model that no config can name.
     batch, world_size = _integer(record, "batch"), _integer(record, "world_size")
@@ -148,7 +148,9 @@ def _plan(record: Record) -> Plan:
         "training": {"micro_batch_size": batch, "batch_size": batch * world_size},
         "parallel": parallel,
     }
-    return Plan(settings=settings, world_size=world_size, step_time_s=record.metrics[STEP].value)
+    return PlanSettings(
+        settings=settings, world_size=world_size, step_time_s=record.metrics[STEP].value
+    )
 
 
 def _integer(record: Record, field: str) -> int:

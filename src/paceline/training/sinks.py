@@ -1,16 +1,6 @@
 """Experiment trackers that also receive a run's metrics; each is an extra of the package.
 
 Nothing leaves the machine unless the user says so in the tracker's own environment variables.
-
-Converts rows to the names and values that trackers show.
-
-TensorBoard: `tensorboard --logdir RUN/tensorboard`.
-
-Weights & Biases: offline unless WANDB_MODE says otherwise; `wandb sync` uploads it later.
-
-MLflow: a database file in the run's directory unless MLFLOW_TRACKING_URI names a server.
-
-SQLite, because MLflow rejects its older store of plain files since version 3.13.
 """
 
 import importlib.util
@@ -87,23 +77,22 @@ def row_values(row: MetricsRow, expected: Forecast) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def config_values(config: RunConfig) -> dict[str, Any]:
-    """Returns a config as nested dicts and plain values."""
-    values: dict[str, Any] = msgspec.to_builtins(config)
-    return values
+class _Sink:
+    """A tracker of a run, which opens at its first row."""
+
+    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
+        self._config = config
+        self._directory = directory
+        self._expected = expected
 
 
 _FLUSH_S = 10
 
 
-class TensorBoardSink:
-    """Writes event files."""
+class TensorBoardSink(_Sink):
+    """Writes event files, for `tensorboard --logdir RUN/tensorboard`."""
 
-    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
-        self._config = config
-        self._directory = directory / "tensorboard"
-        self._expected = expected
-        self._writer: SummaryWriter | None = None
+    _writer: "SummaryWriter | None" = None
 
     def log(self, row: MetricsRow) -> None:
         """Writes a row."""
@@ -126,23 +115,23 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides later steps that an earlier attempt wrote.
-        writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=_FLUSH_S)
-        self._writer = writer
-        return writer
+        self._writer = SummaryWriter(
+            str(self._directory / "tensorboard"), purge_step=step + 1, flush_secs=_FLUSH_S
+        )
+        return self._writer
 
 
 _PROJECT = "paceline"
 
 
-class WandbSink:
-    """Logs to a W&B run, which is reused after every resume."""
+class WandbSink(_Sink):
+    """Logs to a W&B run, which is reused after every resume.
 
-    def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
-        self._config = config
-        self._directory = directory
-        self._expected = expected
-        self._run: Any = None
-        self._exit_code = 1
+    Offline unless WANDB_MODE says otherwise; `wandb sync` uploads it later.
+    """
+
+    _run: Any = None
+    _exit_code = 1
 
     def log(self, row: MetricsRow) -> None:
         """Logs the values of a row."""
@@ -175,7 +164,7 @@ class WandbSink:
             id=name.read_text(encoding="utf-8"),
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),
-            config=config_values(self._config),
+            config=msgspec.to_builtins(self._config),
             settings=wandb.Settings(silent=True, console="off"),
         )
         run.define_metric("*", step_metric="step")
@@ -188,19 +177,20 @@ _MOST_METRICS = 500
 """Maximum number of metrics per request, below the limit of servers."""
 
 
-class MlflowSink:
+class MlflowSink(_Sink):
     """Logs to an MLflow run, which is reused after every resume.
 
-    Rows are sent in batches, every few steps: each batch is a transaction or a request.
+    Its store is a database file in the run's directory unless MLFLOW_TRACKING_URI names a server;
+    MLflow rejects its older store of plain files since version 3.13. Rows are sent in batches,
+    every few steps: each batch is a transaction or a request.
     """
 
+    _client: "MlflowClient | None" = None
+    _run_id = ""
+    _status = "KILLED"
+
     def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
-        self._config = config
-        self._directory = directory / "mlflow"
-        self._expected = expected
-        self._client: MlflowClient | None = None
-        self._run_id = ""
-        self._status = "KILLED"
+        super().__init__(config, directory / "mlflow", expected)
         self._waiting: list[Any] = []
 
     def log(self, row: MetricsRow) -> None:
@@ -236,8 +226,9 @@ class MlflowSink:
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # It logs every table it creates.
         self._directory.mkdir(parents=True, exist_ok=True)
-        place = os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = client = MlflowClient(tracking_uri=place or self._own_place())
+        server = os.environ.get("MLFLOW_TRACKING_URI", "")
+        own = f"sqlite:///{self._directory.resolve() / _DATABASE}"
+        self._client = client = MlflowClient(tracking_uri=server or own)
         known = self._directory / "run-id"
         if known.exists():
             self._run_id = known.read_text(encoding="utf-8")
@@ -248,18 +239,14 @@ class MlflowSink:
             number = experiment.experiment_id
         else:
             # A server has its own artifact location; the default for a file is another directory.
-            artifacts = None if place else self._directory.resolve().as_uri()
+            artifacts = None if server else self._directory.resolve().as_uri()
             number = client.create_experiment(_EXPERIMENT, artifact_location=artifacts)
         run = client.create_run(number, run_name=self._directory.resolve().parent.name)
         self._run_id = run.info.run_id
-        parameters = [
-            Param(name, str(value)) for name, value in _flat(config_values(self._config)).items()
-        ]
+        values = _flat(msgspec.to_builtins(self._config))
+        parameters = [Param(name, str(value)) for name, value in values.items()]
         client.log_batch(self._run_id, params=parameters)
         known.write_text(self._run_id, encoding="utf-8")
-
-    def _own_place(self) -> str:
-        return f"sqlite:///{self._directory.resolve() / _DATABASE}"
 
 
 def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
