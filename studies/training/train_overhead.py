@@ -134,9 +134,7 @@ def run_both(rank: int, world_size: int, config: RunConfig) -> dict[str, list[fl
     pathlib.Path(config.out).mkdir(parents=True, exist_ok=True)
     metrics = FileObserver(MetricsFile(f"{config.out}/metrics.jsonl")) if rank == 0 else None
     turns = TakeTurns(BareLoop(config, session), metrics)
-    checkpointer = RunCheckpointer(
-        config, session, f"{config.out}/checkpoints", f"{config.out}/diverged"
-    )
+    checkpointer = RunCheckpointer(config, session)
     with StopRequest(config.checkpoint.grace_s) as stop:
         train(
             config,

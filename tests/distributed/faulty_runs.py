@@ -124,7 +124,7 @@ def train_faulty(
     train_state = build(config, layout_of(config, session.world_size), session)
     own = {f.step: (lambda f=f: flip_bit(train_state, f)) for f in flips if f.rank == rank}
     train_state.module.register_forward_hook(PoisonHook([p for p in poisons if p.rank == rank]))
-    checkpointer = RunCheckpointer(config, session, str(out / "checkpoints"), str(out / "diverged"))
+    checkpointer = RunCheckpointer(config, session)
     try:
         with mock.patch.object(TorchLoader, "__next__", _leaving_out(left_out)):
             observer = AfterSteps(metrics, own)

@@ -113,9 +113,8 @@ class ResolvedRun:
     """A run on a number of ranks, resolved once and handed down."""
 
     config: RunConfig
-    num_ranks: int
-    """Ranks of the run; of a run with replicas, the number of replicas."""
     layout: ParallelLayout
+    """Over all ranks; of a run with replicas, over all replicas."""
     forecast: Forecast
 
 
@@ -127,12 +126,17 @@ def resolve(
 ) -> ResolvedRun:
     """Resolves a run, with the user's earlier runs as history; arguments as in `forecast`."""
     layout = layout_of(config, num_ranks)
+    predicted = _unpredicted(config)
     if config.model.hugging_face is None:
-        history = earlier_runs()
-        predicted = _forecast(config, layout, num_ranks, calibration, 1, history, hardware)
-    else:
-        predicted = _unpredicted(config)
-    return ResolvedRun(config=config, num_ranks=num_ranks, layout=layout, forecast=predicted)
+        predicted = forecast(
+            config,
+            num_ranks,
+            calibration,
+            history=_earlier_runs(),
+            hardware=hardware,
+            layout=layout,
+        )
+    return ResolvedRun(config=config, layout=layout, forecast=predicted)
 
 
 def forecast(
@@ -143,6 +147,7 @@ def forecast(
     at_once: int = 1,
     history: Sequence[HistoryEntry] = (),
     hardware: str | None = None,
+    layout: ParallelLayout | None = None,
 ) -> Forecast:
     """Predicts a run.
 
@@ -153,20 +158,9 @@ def forecast(
         at_once: Number of such runs that share the machine.
         history: Earlier predictions and measurements.
         hardware: The machine, to select from the history; by default that of the calibration.
+        layout: Its layout, if it is already known.
     """
-    layout = layout_of(config, world_size)
-    return _forecast(config, layout, world_size, calibration, at_once, history, hardware)
-
-
-def _forecast(
-    config: RunConfig,
-    layout: ParallelLayout,
-    world_size: int,
-    calibration: pathlib.Path | None,
-    at_once: int,
-    history: Sequence[HistoryEntry],
-    hardware: str | None,
-) -> Forecast:
+    layout = layout or layout_of(config, world_size)
     shape = config.model.shape
     passes = config.training.num_passes(layout.data_parallel)
     own = -(-config.training.batch_size // layout.data_parallel)
@@ -210,7 +204,7 @@ def _unpredicted(config: RunConfig) -> Forecast:
     return Forecast(num_steps=config.training.steps, tokens_per_step=config.tokens_per_step)
 
 
-def earlier_runs() -> list[HistoryEntry]:
+def _earlier_runs() -> list[HistoryEntry]:
     """Returns the user's history; empty if it is unreadable, which must not prevent a run."""
     try:
         return read_history(history_path())

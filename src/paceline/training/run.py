@@ -62,14 +62,7 @@ from paceline.training.parallelize import build
 from paceline.training.replica_launch import NUM_REPLICAS
 from paceline.training.replicas import Replicas, Reporter
 from paceline.training.run_checkpointer import RunCheckpointer
-from paceline.training.run_directory import (
-    CHECKPOINTS,
-    CONFIG,
-    DIVERGED,
-    ENVIRONMENT,
-    EXPECTATION,
-    METRICS,
-)
+from paceline.training.run_directory import CONFIG, ENVIRONMENT, EXPECTATION, METRICS
 from paceline.training.sinks import make_sinks, require_sinks
 from paceline.training.toml_config import encode_config
 
@@ -122,9 +115,7 @@ def run(
             observer = RestartLogger(observers, restarts, joined_s)
         try:
             train_state = build(config, resolved.layout, session)
-            checkpointer = RunCheckpointer(
-                config, session, str(directory / CHECKPOINTS), str(directory / DIVERGED)
-            )
+            checkpointer = RunCheckpointer(config, session)
             replicas = None
             if is_elastic:
                 replicas = Replicas(config, train_state, session.device, reporter)
@@ -216,7 +207,7 @@ def expect(resolved: ResolvedRun, session: Session, final_loss: Estimate | None 
         limit //= session.placement.local_world_size  # Local ranks share one memory.
     return msgspec.structs.replace(
         resolved.forecast,
-        peak_flops_per_s=None if peak is None else peak * resolved.num_ranks,
+        peak_flops_per_s=None if peak is None else peak * resolved.layout.world_size,
         memory_limit_bytes=limit,
         final_loss=final_loss,
     )

@@ -1,8 +1,7 @@
 """Saves and restores the state of a run: weights, optimizers, data position, random state.
 
-Saved states do not depend on world size or strategy: a run can resume with any of them.
-
-Metadata of a run in its checkpoints, sufficient to identify its model.
+Saved states do not depend on world size or strategy: a run can resume with any of them. Their
+metadata identifies the model.
 """
 
 import dataclasses
@@ -34,6 +33,7 @@ from paceline.parallel.ranks.collectives import from_first
 from paceline.records.store import UNDECODABLE
 from paceline.training.config import RunConfig
 from paceline.training.parallelize import TrainState
+from paceline.training.run_directory import CHECKPOINTS, DIVERGED
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,23 +107,23 @@ class Position(Protocol):
 
 
 class RunCheckpointer:
-    """Saves and restores the states of one run.
+    """Saves and restores the states of one run, in its directory.
 
     Every rank creates one and makes the same calls.
     """
 
-    def __init__(self, config: RunConfig, session: Session, location: str, diverged: str) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, session: Session) -> None:
+        directory, settings = pathlib.Path(config.out), config.checkpoint
         self._session = session
-        self._location = location
+        self._location = str(directory / CHECKPOINTS)
+        self._diverged = str(directory / DIVERGED)
         self._identity = _identity(config)
-        self._diverged = diverged
         self._checkpointer = Checkpointer(
-            location, keep=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
+            self._location, keep=settings.keep_last, asynchronous=settings.asynchronous
         )
         self._memory: MemoryTier | None = None
-        if config.checkpoint.memory_every_steps:
-            self._memory = MemoryTier(config.checkpoint.memory_directory, location)
+        if settings.memory_every_steps:
+            self._memory = MemoryTier(settings.memory_directory, self._location)
 
     def take_notices(self) -> list[str]:
         """Returns and clears the pending notices for the user."""

@@ -105,14 +105,8 @@ def predicted_and_measured(config: RunConfig, known: Sequence[HistoryEntry]) -> 
     predictions: dict[Quantity, tuple[float | None, Estimate | None]] = {
         "heldout_loss": (None, expected.final_loss)
     }
-    formulas: dict[Quantity, float | None] = {
-        "step_time_s": expected.step_time_s,
-        "memory_bytes": expected.memory_bytes,
-    }
-    for quantity, formula in formulas.items():
-        if formula is not None:
-            found = corrected(quantity, formula, hardware, world_size, known)
-            predictions[quantity] = formula, found
+    for quantity, formula in expected.formulas.items():
+        predictions[quantity] = formula, corrected(quantity, formula, hardware, world_size, known)
     return [
         HistoryEntry(
             quantity=quantity,
