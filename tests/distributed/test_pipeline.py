@@ -17,7 +17,7 @@ from paceline.models import TransformerLM
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.layout import MeshGroups
 from paceline.parallel.mesh.pipeline import Pipeline
-from paceline.training.parallelize import make_pipeline
+from paceline.training.parallelize import place_model
 
 Pools = Callable[[int], RankPool]
 CONTEXT, SEQUENCES, MICRO_BATCHES = 12, 8, 4
@@ -53,7 +53,7 @@ def pipeline_of(
     """Returns the pipeline over all ranks, and this rank's parameters by name."""
     num_ranks = dist.get_world_size()
     layout = ParallelLayout(pipeline=num_ranks, pipeline_interleave=interleave)
-    pipeline = make_pipeline(
+    pipeline = place_model(
         model,
         MeshGroups(layout, dist.get_rank(), num_ranks, torch.device("cpu")),
         context_length=CONTEXT,
@@ -61,6 +61,7 @@ def pipeline_of(
         loss=mean_loss,
         **options,
     )
+    assert pipeline is not None
     named = [pair for stage in pipeline.stages.values() for pair in stage.named_parameters()]
     return pipeline, dict(named)
 

@@ -17,7 +17,7 @@ from paceline.parallel import RankPool
 from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.layout import MeshGroups, clip_grad_norm
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
-from paceline.training.parallelize import make_pipeline
+from paceline.training.parallelize import place_model
 from tests.distributed.test_pipeline import CONTEXT, MICRO_BATCHES, SEQUENCES, batch, shape_of
 
 Pools = Callable[[int], RankPool]
@@ -58,13 +58,14 @@ def _train(rank: int, world_size: int, case: Case) -> None:
     groups = MeshGroups(layout, rank, world_size, torch.device("cpu"))
     num_tokens = SEQUENCES * CONTEXT * groups.data_ranks
     scale = groups.gradient_ranks / num_tokens
-    pipeline = make_pipeline(
+    pipeline = place_model(
         model,
         groups,
         context_length=CONTEXT,
         num_micro_batches=MICRO_BATCHES,
         loss=lambda logits, targets: summed_loss(logits, targets) * scale,
     )
+    assert pipeline is not None
     stages = pipeline.stages
     own = dict(pair for stage in stages.values() for pair in stage.named_parameters())
     everything = nn.ModuleList(stages.values())

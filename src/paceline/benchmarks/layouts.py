@@ -61,7 +61,7 @@ from paceline.records.kinds import PREDICTION, PREDICTS
 from paceline.records.schema import model_case_fields, model_of_case
 from paceline.traces.analysis import StepOverlap, analyse_trace, part_samples
 from paceline.traces.pipeline import PipelineStep, pipeline_steps
-from paceline.training.parallelize import place_model
+from paceline.training.parallelize import draw_parts, place_model
 
 STEP = "step_time_s"
 PEAK = "peak_bytes"
@@ -88,8 +88,8 @@ class LayoutStep:
             context_length=case.sweep.context,
             num_micro_batches=self._num_passes,
             loss=self._loss,
-            seed=0,
         )
+        draw_parts(model, seed=0)
         self._model: nn.Module = model
         if self._pipeline is not None:
             self._model = nn.ModuleList(self._pipeline.stages.values())

@@ -118,15 +118,10 @@ class ParallelModel:
                 module.reshard()
 
 
-def leave_meta_device(part: nn.Module, device: torch.device) -> None:
-    """Allocates uninitialized memory for this rank's part of a model."""
-    if any(parameter.is_meta for parameter in part.parameters()):
-        part.to_empty(device=device)
-
-
 @torch.no_grad()
-def draw_parts(model: TransformerLM) -> None:
+def draw_parts(model: TransformerLM, seed: int) -> None:
     """Draws this rank's weights of a model; the rest of the model is on the meta device."""
+    torch.manual_seed(seed)
     model.positions.reset_buffers()
     if model.shape.tied_embeddings:
         # Leaving the meta device unties the weights, and a stage may have only one of them.
@@ -161,35 +156,6 @@ def _part_of(whole: Tensor, tensor: Tensor) -> Tensor:
     for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole
-
-
-def make_pipeline(
-    model: TransformerLM,
-    groups: MeshGroups,
-    *,
-    context_length: int,
-    num_micro_batches: int,
-    loss: Loss,
-    forward_context: Context = contextlib.nullcontext,
-    compile_blocks: bool = False,
-) -> Pipeline:
-    """Returns this rank's stages of a model, with the schedule that runs them."""
-    layout, mesh = groups.layout, groups.pipeline
-    assert mesh is not None
-    stages = own_stages(model, groups, context_length)
-    for stage in stages.values():
-        apply_layout(stage, groups, compile_blocks=compile_blocks)
-        leave_meta_device(stage, groups.device)
-    return Pipeline(
-        stages,
-        num_stages=layout.pipeline * layout.pipeline_interleave,
-        num_micro_batches=num_micro_batches,
-        loss=loss,
-        group=mesh.get_group(),
-        device=groups.device,
-        forward_context=forward_context,
-        tied=_end_weight(stages.values()) if model.shape.tied_embeddings else None,
-    )
 
 
 def own_stages(
@@ -236,10 +202,10 @@ def parallelize(
         context_length=config.data.context_length,
         num_micro_batches=config.training.num_passes(groups.data_ranks),
         loss=lambda logits, targets: summed_loss(logits, targets) * scale,
-        seed=config.training.seed,
         forward_context=lambda: autocast(config.training.precision, session.device),
         compile_blocks=config.model.compile_blocks,
     )
+    draw_parts(model, config.training.seed)
     parallel_model = ParallelModel(
         groups=groups, pipeline=pipeline, vocab_size=model.shape.vocab_size, loss_scale=scale
     )
@@ -257,28 +223,31 @@ def place_model(
     context_length: int,
     num_micro_batches: int,
     loss: Loss,
-    seed: int,
     forward_context: Context = contextlib.nullcontext,
     compile_blocks: bool = False,
 ) -> Pipeline | None:
-    """Lays a model over its ranks and draws its weights; returns the pipeline, if there is one."""
-    pipeline = None
-    if groups.pipeline is None:
-        apply_layout(model, groups, compile_blocks=compile_blocks)
-        leave_meta_device(model, groups.device)
-    else:
-        pipeline = make_pipeline(
-            model,
-            groups,
-            context_length=context_length,
-            num_micro_batches=num_micro_batches,
-            loss=loss,
-            forward_context=forward_context,
-            compile_blocks=compile_blocks,
-        )
-    torch.manual_seed(seed)
-    draw_parts(model)
-    return pipeline
+    """Lays a model over its ranks; returns the schedule of this rank's stages, if it has stages.
+
+    What was on the meta device has memory afterwards, but no values.
+    """
+    layout, mesh = groups.layout, groups.pipeline
+    stages = {} if mesh is None else own_stages(model, groups, context_length)
+    for part in stages.values() or (model,):
+        apply_layout(part, groups, compile_blocks=compile_blocks)
+        if any(parameter.is_meta for parameter in part.parameters()):
+            part.to_empty(device=groups.device)
+    if mesh is None:
+        return None
+    return Pipeline(
+        stages,
+        num_stages=layout.pipeline * layout.pipeline_interleave,
+        num_micro_batches=num_micro_batches,
+        loss=loss,
+        group=mesh.get_group(),
+        device=groups.device,
+        forward_context=forward_context,
+        tied=_end_weight(stages.values()) if model.shape.tied_embeddings else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
