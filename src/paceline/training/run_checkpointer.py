@@ -113,7 +113,8 @@ class RunCheckpointer:
     """
 
     def __init__(self, config: RunConfig, session: Session) -> None:
-        directory, settings = pathlib.Path(config.out), config.checkpoint
+        directory = pathlib.Path(config.out)
+        settings = config.checkpoint
         self._session = session
         self._location = str(directory / CHECKPOINTS)
         self._diverged = str(directory / DIVERGED)
