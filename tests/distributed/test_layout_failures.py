@@ -107,8 +107,7 @@ def _evaluate(rank: int, world_size: int, config: RunConfig) -> list[str]:
     placement = local_placement("spawn", rank, world_size)
     session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
     train_state = build(config, layout_of(config, session.world_size), session)
-    held_out = HeldOut.of(config, train_state, session.device)
-    assert held_out is not None
+    held_out = HeldOut(config, train_state, session.device)
     step = TrainingStep(config.training, train_state, session.device)
     held_out.evaluate(train_state, step.autocast)
 

@@ -1,9 +1,4 @@
-"""Verifies a prepared dataset against its manifest, reading in parts of bounded size.
-
-A histogram of document lengths of a split in powers of two, computed shard by shard.
-
-The first tokens of some documents of a split.
-"""
+"""Inspects a prepared dataset in parts of bounded size: defects, document lengths, beginnings."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -125,12 +120,6 @@ class DocumentLengths:
     num_documents: int
     num_tokens: int
     longest: int
-
-    @property
-    def median_bin(self) -> int:
-        """Index in `counts` of the bin with the median document."""
-        below = np.cumsum(self.counts)
-        return int(np.searchsorted(below, (self.num_documents + 1) // 2))
 
 
 def document_lengths(

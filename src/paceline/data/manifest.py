@@ -19,7 +19,6 @@ from paceline.records.store import UNDECODABLE
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SCHEMA = 1
-DEFAULT_SHARD_TOKENS = 2**26
 
 SplitName = Literal["train", "heldout"]
 TokenType = Literal["uint16", "uint32"]

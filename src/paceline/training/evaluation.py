@@ -20,7 +20,7 @@ from paceline.models.generation import generate
 from paceline.parallel.mesh.pipeline import Context
 from paceline.parallel.mesh.tensor import summed_loss
 from paceline.training.config import RunConfig, num_passes
-from paceline.training.parallelize import DataShard, TrainState
+from paceline.training.parallelize import TrainState
 from paceline.training.step import micro_batches
 
 
@@ -37,34 +37,22 @@ class Evaluation:
 class HeldOut:
     """Held-out sequences of a run, read once, the same in every evaluation and split over ranks."""
 
-    def __init__(
-        self, config: LoaderConfig, shard: DataShard, micro_batch_size: int, device: torch.device
-    ) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, train_state: TrainState, device: torch.device) -> None:
+        sequences = config.evaluation.sequences
+        held_out = dataclasses.replace(config.loader("heldout"), batch_size=sequences, prefetch=0)
+        self._num_tokens = sequences * config.data.context_length
         self._device = device
-        self._bytes_per_token = _bytes_per_token(config)
-        self._shard = shard
-        rank, ranks = shard.data_rank, shard.data_ranks
-        with TorchLoader(config, device=device, rank=rank, world_size=ranks) as loader:
+        self._bytes_per_token = _bytes_per_token(held_out)
+        self._shard = train_state.data_shard
+        rank, ranks = self._shard.data_rank, self._shard.data_ranks
+        with TorchLoader(held_out, device=device, rank=rank, world_size=ranks) as loader:
             self._batch = next(loader)
-        self._num_passes = num_passes(config.batch_size, ranks, micro_batch_size)
-        # Computed from global sizes, because sharded ranks must all run the same collectives.
-        self._is_even = config.batch_size % (ranks * self._num_passes) == 0
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, train_state: TrainState, device: torch.device
-    ) -> "HeldOut | None":
-        """Returns the held-out sequences of a run; None if evaluation is off."""
-        if not config.evaluation.sequences:
-            return None
-        loader = dataclasses.replace(
-            config.loader("heldout"), batch_size=config.evaluation.sequences, prefetch=0
-        )
         # At most a step's micro-batch, so that evaluation needs no more memory than a step.
-        largest_part = -(-config.training.batch_size // train_state.data_shard.data_ranks)
+        largest_part = -(-config.training.batch_size // ranks)
         at_a_time = min(config.training.micro_batch_size, largest_part)
-        return cls(loader, train_state.data_shard, at_a_time, device)
+        self._num_passes = num_passes(sequences, ranks, at_a_time)
+        # Computed from global sizes, because sharded ranks must all run the same collectives.
+        self._is_even = sequences % (ranks * self._num_passes) == 0
 
     @torch.no_grad()
     def evaluate(self, train_state: TrainState, autocast: Context) -> Evaluation:
@@ -89,7 +77,7 @@ class HeldOut:
             total += loss * (counts * shard.loss_weight)
         model.train(was_training)
         dist.all_reduce(total)
-        mean = total.item() / (self._config.batch_size * self._config.context_length)
+        mean = total.item() / self._num_tokens
         return Evaluation(loss=mean, bits_per_byte=mean / math.log(2) / self._bytes_per_token)
 
 
@@ -97,46 +85,22 @@ class Sampler:
     """Continues a prompt by greedy decoding, so that samples are deterministic."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: str,
-        num_tokens: int,
-        device: torch.device,
-        *,
-        is_compiled: bool = False,
+        self, prompt: str, config: RunConfig, train_state: TrainState, device: torch.device
     ) -> None:
-        self._tokenizer = tokenizer
-        self._is_compiled = is_compiled
-        self._num_tokens = num_tokens
-        self._prompt = torch.tensor(tokenizer.encode_prompt(prompt), device=device)
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, train_state: TrainState, device: torch.device
-    ) -> "Sampler | None":
-        """Returns the sampler of a run; None if it has no prompt."""
-        evaluation = config.evaluation
-        if evaluation.sample_prompt is None:
-            return None
         storage = open_storage(config.data.sources[0].place)
-        tokenizer = Tokenizer(
+        self._tokenizer = Tokenizer(
             storage.read(TOKENIZER).decode(), read_manifest(storage).end_of_document, storage.url
         )
-        sampler = cls(
-            tokenizer,
-            evaluation.sample_prompt,
-            evaluation.sample_tokens,
-            device,
-            is_compiled=config.model.compile_blocks,
-        )
-        longest, room = train_state.module.max_context_length, sampler._room(train_state)
-        if len(sampler._prompt) >= room:
+        self._is_compiled = config.model.compile_blocks
+        self._num_tokens = config.evaluation.sample_tokens
+        self._prompt = torch.tensor(self._tokenizer.encode_prompt(prompt), device=device)
+        longest, room = train_state.module.max_context_length, self._room(train_state)
+        if len(self._prompt) >= room:
             cut = "" if room == longest else f", of which the layout's ranks can split {room:,}"
             raise UsageError(
-                f"evaluation.sample_prompt has {len(sampler._prompt):,} tokens, and the model's "
+                f"evaluation.sample_prompt has {len(self._prompt):,} tokens, and the model's "
                 f"context is {longest:,}{cut}; shorten the prompt"
             )
-        return sampler
 
     def sample(self, train_state: TrainState, autocast: Context) -> str:
         """Returns the continuation; all ranks must call it: each may hold a part of the model."""

@@ -1,17 +1,11 @@
-"""The model in a checkpoint, independent of ranks, strategies and optimizers.
+"""Models in and out of checkpoints: export to Hugging Face, import from it, generation.
 
-Exports a checkpoint as a Hugging Face model, which does not need Paceline.
+A single process exports or loads a checkpoint, regardless of the ranks and strategy that saved it.
+Memory use of an export is bounded by one file of weights, not by the model.
 
-A single process reads it, regardless of the ranks and strategy that saved it. Memory use is bounded
-by one file of weights, not by the model.
-
-Imports a Hugging Face Llama model as a run at step 0, with weights only.
-
-Weights are imported as a checkpoint instead of a config key. They can therefore be verified,
-listed, exported and generated from like any other, and the run never needs the directory that they
-came from.
-
-Loads a model and its tokenizer for generation, from a run or a Hugging Face directory.
+Weights are imported as a checkpoint at step 0 instead of a config key. They can therefore be
+verified, listed, exported and generated from like any other, and the run never needs the directory
+that they came from.
 """
 
 import dataclasses

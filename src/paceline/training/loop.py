@@ -132,8 +132,11 @@ def train(
     health = config.watch if replicas is None else replica_health(config.watch)
     monitor = make_monitor(config, health, session, train_state)
     runner = TrainingStep(config.training, train_state, session.device, monitor, replicas)
-    held_out = HeldOut.of(config, train_state, session.device)
-    sampler = Sampler.of(config, train_state, session.device)
+    held_out = sampler = None
+    if config.evaluation.sequences:
+        held_out = HeldOut(config, train_state, session.device)
+    if (prompt := config.evaluation.sample_prompt) is not None:
+        sampler = Sampler(prompt, config, train_state, session.device)
     probe = StepProbe(
         train_state.model,
         session.device,

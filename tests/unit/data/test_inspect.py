@@ -108,8 +108,6 @@ def test_every_document_counts_once(
     assert found.num_tokens == sum(lengths) + len(lengths)
     assert found.longest == max(lengths) + 1
     assert len(found.counts) == (max(lengths) + 1).bit_length()
-    middle = sorted(length + 1 for length in lengths)[(len(lengths) - 1) // 2]
-    assert found.median_bin == middle.bit_length() - 1
 
 
 def test_beginnings_are_spread_over_the_documents(tmp_path: pathlib.Path) -> None:
