@@ -25,12 +25,11 @@ import msgspec
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate
-from paceline.core.strategies import StrategyName, with_current_names
+from paceline.core.strategies import StrategyName
 from paceline.data.storage import LocalStorage
 from paceline.loop.sweep_design import COST_OF_LARGEST, Limits, PlannedRun, SweepSpec
-from paceline.loop.sweep_directory import SweepDirectory
+from paceline.loop.sweep_directory import SweepDirectory, read_json
 from paceline.predict.history import HistoryEntry
-from paceline.records.store import UNDECODABLE
 
 _SPEC = "loop.json"
 _SWEEP = "sweep"
@@ -221,8 +220,4 @@ class LoopDirectory:
         LocalStorage(self.path).write(name, content)
 
     def _read(self, name: str, kind: type[_Decided]) -> _Decided:
-        path = self.path / name
-        try:
-            return msgspec.json.decode(with_current_names(path.read_bytes()), type=kind)
-        except UNDECODABLE as error:
-            raise UsageError(f"{path}: not a file that a loop has written: {error}") from error
+        return read_json(self.path / name, kind, "not a file that a loop has written")

@@ -8,12 +8,11 @@ import pathlib
 from typing import Any
 
 from paceline.core.errors import UsageError
-from paceline.core.specs import ModelShape
 from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
 from paceline.loop.sweep_design import PlannedRun
 from paceline.scaling.model_shapes import Ladder, ladder_like
-from paceline.training.config import ModelConfig, RunConfig
+from paceline.training.config import ModelConfig, RunConfig, dimensions
 
 DECIDED: dict[str, str] = {
     "out": "each run has a directory of its own, inside of `--out`",
@@ -63,14 +62,11 @@ def run_config(base: RunConfig, run: PlannedRun, directory: pathlib.Path) -> Run
 
 def _model(base: ModelConfig, run: PlannedRun) -> ModelConfig:
     """Returns the model of a run; its shape, as planned, includes what the base says about it."""
-    keys = {field.name for field in dataclasses.fields(ModelConfig)}
-    shape = {
-        field.name: getattr(run.shape, field.name)
-        for field in dataclasses.fields(ModelShape)
-        if field.name in keys
-    }
     # None stands for the preset's in a config, and for derived values in a shape.
-    shape |= {"num_kv_heads": run.shape.key_value_heads, "head_dim": run.shape.head_width}
+    shape = dimensions(run.shape) | {
+        "num_kv_heads": run.shape.key_value_heads,
+        "head_dim": run.shape.head_width,
+    }
     if not run.is_whole_shape:
         shape |= {"rope_theta": None, "norm_epsilon": None}
     return dataclasses.replace(base, **shape)

@@ -16,12 +16,13 @@ Predicts the duration of runs from those that have ended.
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from paceline.core.errors import UsageError
+from paceline.core.strategies import with_current_names
 from paceline.data.storage import LocalStorage
 from paceline.loop.run_config import run_config
 from paceline.loop.sweep_design import CHECKS, FIT, PlannedRun, SweepSpec
@@ -38,6 +39,8 @@ _BASE = "base.toml"
 _RUNS = "runs"
 ENDED = "ended.json"
 """File in the directory of an ended run, with its outcome."""
+
+_Read = TypeVar("_Read")
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,11 +138,7 @@ class SweepDirectory:
 
     def state(self) -> SweepState:
         """Returns the decisions so far."""
-        path = self.path / _STATE
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=SweepState)
-        except UNDECODABLE as error:
-            raise UsageError(f"{path}: not the state of a sweep: {error}") from error
+        return read_json(self.path / _STATE, SweepState, "not the state of a sweep")
 
     def keep(self, state: SweepState) -> None:
         """Replaces the state atomically."""
@@ -221,13 +220,10 @@ def _with_whole_paths(base: RunConfig) -> RunConfig:
 
 def read_result(directory: pathlib.Path) -> RunResult | None:
     """Returns the result of the run in a directory; None if it has not ended."""
-    path = directory / ENDED
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunResult)
+        return read_json(directory / ENDED, RunResult, "not the ending of a run")
     except FileNotFoundError:
         return None
-    except UNDECODABLE as error:
-        raise UsageError(f"{path}: not the ending of a run: {error}") from error
 
 
 def write_result(directory: pathlib.Path, result: RunResult) -> None:
@@ -238,6 +234,14 @@ def write_result(directory: pathlib.Path, result: RunResult) -> None:
 def _metric(record: Record | None, name: str) -> float | None:
     metric = None if record is None else record.metrics.get(name)
     return None if metric is None else metric.value
+
+
+def read_json(path: pathlib.Path, kind: type[_Read], otherwise: str) -> _Read:
+    """Returns the content of a file; the error for another content says `otherwise`."""
+    try:
+        return msgspec.json.decode(with_current_names(path.read_bytes()), type=kind)
+    except UNDECODABLE as error:
+        raise UsageError(f"{path}: {otherwise}: {error}") from error
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
