@@ -116,16 +116,9 @@ def train(
     should_stop: Callable[[], bool],
     replicas: Replicas | None = None,
 ) -> RunOutcome:
-    """Trains from the newest saved state to the last step, or until the run is asked to stop.
+    """Trains from the newest saved state to the last step, or until any rank should stop.
 
-    Args:
-        config: The run.
-        session: Distributed session of this rank.
-        train_state: The model and its optimizers, as built.
-        checkpointer: Saves and restores the state of the run.
-        observer: Receives the metrics rows.
-        should_stop: Returns whether this rank was asked to stop.
-        replicas: The replicas that share each step, if the run is elastic.
+    An elastic run has replicas, which share each step.
     """
     num_steps = config.training.steps
     shard = train_state.data_shard

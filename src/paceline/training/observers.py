@@ -4,11 +4,11 @@ An observer that fails must not end a run that takes days: the failure is report
 observer receives no more rows. The panel and the trackers are observers too.
 """
 
+import abc
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 import torch
@@ -42,17 +42,18 @@ from paceline.training.metrics import (
 from paceline.training.run_directory import METRICS, RECORD
 
 
-class Observer(Protocol):
+class Observer(abc.ABC):
     """Receives the rows of a run."""
 
+    @abc.abstractmethod
     def log(self, row: MetricsRow) -> None:
         """Receives a row."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (Most observers have nothing to finish.)
         """Finishes: there will be no more rows, regardless of how the run ended."""
 
 
-class FileObserver:
+class FileObserver(Observer):
     """Appends every row to the run's metrics file."""
 
     def __init__(self, metrics: MetricsFile) -> None:
@@ -75,11 +76,8 @@ class FileObserver:
         for incident in later:
             self._metrics.append(incident)
 
-    def close(self) -> None:
-        """Does nothing: every row is already written."""
 
-
-class LogObserver:
+class LogObserver(Observer):
     """Prints a line every few steps, and every evaluation and event."""
 
     def __init__(
@@ -125,11 +123,8 @@ class LogObserver:
             f"{format_seconds(step_time_s)}{predicted}  left {format_duration(left_s)}\n"
         )
 
-    def close(self) -> None:
-        """Does nothing: every line is already printed."""
 
-
-class Observers:
+class Observers(Observer):
     """Several observers, none of which can end the run."""
 
     def __init__(
@@ -165,7 +160,7 @@ def _say(line: str) -> None:
     sys.stderr.write(line)
 
 
-class RestartLogger:
+class RestartLogger(Observer):
     """Forwards rows, and adds an event per restart before the first step that follows."""
 
     def __init__(self, observer: Observer, restarts: Sequence[Restart], joined_s: float) -> None:
@@ -217,7 +212,7 @@ class RestartLogger:
         )
 
 
-class RecordObserver:
+class RecordObserver(Observer):
     """Appends the record of a run when it finishes, which compares like any measurement."""
 
     def __init__(self, run: ResolvedRun, session: Session, expected: Forecast) -> None:
@@ -240,9 +235,6 @@ class RecordObserver:
                 outcome="ok",
             )
         )
-
-    def close(self) -> None:
-        """Does nothing: the record is already written."""
 
 
 def run_case(run: ResolvedRun, session: Session) -> dict[str, CaseValue]:

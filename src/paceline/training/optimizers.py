@@ -1,6 +1,6 @@
-"""Optimizers of a run: which parameters are decayed, and which ones Muon trains.
+"""Optimizers of a run: which parameters are decayed, which ones Muon trains, and the learning rate.
 
-Learning-rate schedule: a pure function from step number to a factor of the peak.
+The schedule is a pure function from step number to a factor of the peak learning rate.
 """
 
 import math
@@ -79,13 +79,8 @@ def _adamw(
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     """Returns the learning-rate factor of a step.
 
-    Warm-up rises linearly and reaches the peak at its last step. A decay ends at the last step of
-    the run, with the schedule's final fraction.
-
-    Args:
-        schedule: Config of the schedule.
-        step: Step number, from 0.
-        num_steps: Total number of steps of the run.
+    Steps count from 0. Warm-up rises linearly and reaches the peak at its last step. A decay ends
+    at the last step of the run, with the schedule's final fraction.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

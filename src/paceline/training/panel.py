@@ -20,6 +20,7 @@ from paceline.core.units import format_binary_bytes, format_decimal, format_dura
 from paceline.records.schema import with_interval
 from paceline.training.forecast import Forecast
 from paceline.training.metrics import STARTED, EvaluationRow, EventRow, MetricsRow, StepRow
+from paceline.training.observers import Observer
 
 _RECENT_STEPS = 100
 _SMOOTHED_STEPS = 20
@@ -203,7 +204,7 @@ _SPARK_POINTS = 24
 _SAMPLE_CHARACTERS = 120
 
 
-class PanelObserver:
+class PanelObserver(Observer):
     """Draws a run."""
 
     def __init__(self, name: str, expected: Forecast, console: Console) -> None:

@@ -4,11 +4,9 @@ The run stops, skips the batch, or rolls back to the newest checkpoint. After co
 on the same samples again, as if nothing had happened. After a spike or a non-finite loss it skips
 the samples between the checkpoint and the failure, because they may be the cause.
 
-Finds where values stopped being finite, after a step that no rank has applied.
-
-The step is recomputed with its unchanged parameters, while hooks check the output of every module
-and the gradient of that output. All ranks take part, because strategies that shard parameters
-communicate in every pass.
+To find where values stopped being finite, a step that no rank has applied is recomputed with its
+unchanged parameters, while hooks check the output of every module and its gradient. All ranks take
+part, because strategies that shard parameters communicate in every pass.
 """
 
 import contextlib

@@ -34,14 +34,7 @@ from paceline.training.replica_launch import LIGHTHOUSE, NUM_REPLICAS, REPLICA, 
 
 
 class Replicas:
-    """This replica's membership in the steps of a run; the training loop and its steps call it.
-
-    Args:
-        config: The run.
-        train_state: The model and its optimizers.
-        device: Device to compute on.
-        reporter: Receives the metrics rows.
-    """
+    """This replica's membership in the steps of a run; the training loop and its steps call it."""
 
     def __init__(
         self, config: RunConfig, train_state: TrainState, device: torch.device, reporter: "Reporter"
@@ -79,9 +72,7 @@ class Replicas:
     def join(self, restore: Callable[[], int]) -> int:
         """Joins the others; returns the number of completed steps.
 
-        Args:
-            restore: Restores a state from disk, and returns its step; called if no replica is
-                further, so that all start from the beginning or resume from disk.
+        If no replica is further, `restore` restores a state from disk and returns its step.
         """
         # The others wait in this step for this replica.
         self.members = self._group.begin_step()
@@ -256,7 +247,7 @@ _KEPT_ROWS = 64
 """Number of step rows that a replica keeps in case it has to write them."""
 
 
-class Reporter:
+class Reporter(Observer):
     """Writes rows while this replica is the first, and keeps the newest ones otherwise."""
 
     def __init__(self, metrics: pathlib.Path, open_observer: Callable[[], Observer]) -> None:

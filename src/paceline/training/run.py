@@ -149,12 +149,8 @@ def require_startable(
 ) -> ResolvedRun:
     """Resolves a run, or raises for errors that can be detected before any rank starts.
 
-    Args:
-        config: The run.
-        num_ranks: Number of ranks or replicas.
-        rank_bytes: Device memory that each rank may use; None if unknown.
-        calibration: Records of ``paceline calibrate``, to predict the step time from.
-        hardware: The ranks' hardware, whose earlier runs correct the forecast.
+    `rank_bytes` is the device memory that each rank may use; None if unknown. Earlier runs on the
+    same hardware correct the forecast.
     """
     require_data(config)
     require_sinks(config.logging.sinks)

@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -77,7 +77,7 @@ def row_values(row: MetricsRow, expected: Forecast) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-class _Sink:
+class _Sink(Observer):
     """A tracker of a run, which opens at its first row."""
 
     def __init__(self, config: RunConfig, directory: pathlib.Path, expected: Forecast) -> None:
@@ -260,7 +260,7 @@ def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
     return flat
 
 
-_SINKS: dict[SinkName, Callable[[RunConfig, pathlib.Path, Forecast], Observer]] = {
+_SINKS: dict[SinkName, type[_Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "mlflow": MlflowSink,

@@ -59,12 +59,7 @@ class StepResult:
 class TrainingStep:
     """Runs training steps of one model on this rank.
 
-    Args:
-        config: Micro-batch size, precision and clipping.
-        train_state: The model and its optimizers.
-        device: Device to compute on.
-        monitor: Decides which updates are applied; without one, all finite ones are.
-        replicas: The replicas that share each step, if the run is elastic.
+    The monitor decides which updates are applied; without one, all finite ones are.
     """
 
     def __init__(
@@ -89,13 +84,9 @@ class TrainingStep:
     def run(
         self, tokens: Tensor, targets: Tensor, *, stop: bool = False, digest: int = 0
     ) -> StepResult:
-        """Trains on this rank's sequences of a global batch.
+        """Trains on this rank's sequences of a global batch, whose digest is `digest`.
 
-        Args:
-            tokens: Input tokens.
-            targets: Next token of each position.
-            stop: Whether this rank was asked to stop; the result tells all ranks.
-            digest: Digest of this rank's sequences.
+        `stop` says whether this rank was asked to stop; the result tells all ranks.
         """
         loss = self.forward_and_backward(tokens, targets)
         read = digest if self._shard.counts_data else 0
