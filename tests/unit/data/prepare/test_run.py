@@ -11,7 +11,7 @@ import pytest
 from paceline.core.errors import DataError, UsageError
 from paceline.data.manifest import read_manifest
 from paceline.data.prepare import duplicates, tokenize
-from paceline.data.prepare import run as shards_module
+from paceline.data.prepare import run as preparation
 from paceline.data.prepare import tokenize as pieces
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import find_inputs, find_prepared, make_job, prepare
@@ -248,14 +248,14 @@ def test_what_is_finished_is_not_made_again(
     assert 1 <= num_finished <= 4
     with monkeypatch.context() as patch:
         spans.clear()
-        shards, stopping = _counting(shards_module.documents_name, 3)
-        patch.setattr(shards_module, "documents_name", stopping)
+        shards, stopping = _counting(preparation.documents_name, 3)
+        patch.setattr(preparation, "documents_name", stopping)
         with pytest.raises(_StopError):
             prepare(config)
         assert len(spans) == num_spans - num_finished
     spans.clear()
-    last_shards, counted = _counting(shards_module.documents_name, 10**6)
-    monkeypatch.setattr(shards_module, "documents_name", counted)
+    last_shards, counted = _counting(preparation._write_files, 10**6)
+    monkeypatch.setattr(preparation, "_write_files", counted)
     manifest = prepare(config)
     assert not spans
     num_shards = sum(manifest.num_shards(split) for split in ("train", "heldout"))
