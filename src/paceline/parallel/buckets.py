@@ -13,6 +13,7 @@ A rank's weight in the average stays on the device: reading the sum of all weigh
 wait for the device in every backward pass.
 """
 
+import abc
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from paceline.accounting.buckets import aligned, divide_into_buckets
 from paceline.core.errors import PacelineError
+from paceline.parallel.ranks.pending import Pending
 
 
 class GradientError(PacelineError):
@@ -162,8 +164,77 @@ class RankWeight:
             self.scale(copies)
 
 
-class Bucket:
-    """A flat buffer whose slices are the gradients of its parameters.
+class GradientBucket(abc.ABC):
+    """Gradients that are sent in one message.
+
+    Parameters and names are in the order of the plan's slots.
+    """
+
+    is_received_early: bool
+    """Whether messages use separate memory, which is freed when they have been received."""
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], names: Sequence[str]
+    ) -> None:
+        self.plan = plan
+        self.parameters = parameters
+        self._names = names
+        self._dtypes = [parameter.dtype for parameter in parameters]
+
+    @abc.abstractmethod
+    def keep(self, position: int) -> None:
+        """Accepts a gradient that is not sent in this pass."""
+
+    @abc.abstractmethod
+    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
+        """Moves gradients into the message, scaled by the weight."""
+
+    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
+        """Returns this rank's summand, with zeros for missing gradients.
+
+        `take` has already moved the gradients of the positions in `taken`.
+        """
+        left = []
+        for position in range(len(self.parameters)):
+            if position not in taken:
+                if self._has_gradient(position):
+                    left.append(position)
+                else:
+                    self._leave_out(position)
+        # User code may have replaced a gradient of an earlier pass.
+        self.take(left, weight)
+        return self._message(weight)
+
+    @abc.abstractmethod
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work | Pending:
+        """Starts the collective."""
+
+    @abc.abstractmethod
+    def unpack(self, message: Tensor) -> None:
+        """Stores the reduced message."""
+
+    @abc.abstractmethod
+    def _leave_out(self, position: int) -> None:
+        """Writes zeros for a gradient that this rank does not have, and remembers that."""
+
+    @abc.abstractmethod
+    def _message(self, weight: RankWeight) -> Tensor:
+        """Returns the message, which contains all gradients."""
+
+    def _has_gradient(self, position: int) -> bool:
+        return self.parameters[position].grad is not None
+
+    def _gradient(self, position: int) -> Tensor:
+        return reducible_gradient(
+            self.parameters[position],
+            self._names[position],
+            self._dtypes[position],
+            self.plan.device,
+        )
+
+
+class Bucket(GradientBucket):
+    """A flat buffer whose slices are the gradients of its parameters; it is all-reduced.
 
     `Slot.tensor` of the plan indexes `parameters` and `names`.
     """
@@ -175,10 +246,11 @@ class Bucket:
         names: Sequence[str],
         reduction_dtype: torch.dtype | None,
     ) -> None:
-        self.plan = plan
-        self.parameters = [parameters[slot.tensor] for slot in plan.slots]
-        self.names = [names[slot.tensor] for slot in plan.slots]
-        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        super().__init__(
+            plan,
+            [parameters[slot.tensor] for slot in plan.slots],
+            [names[slot.tensor] for slot in plan.slots],
+        )
         self.buffer = torch.zeros(
             plan.num_elements + len(plan.slots), dtype=plan.dtype, device=plan.device
         )
@@ -192,7 +264,6 @@ class Bucket:
         ]
         self._message_dtype = reduction_dtype or plan.dtype
         self.is_received_early = self._message_dtype != plan.dtype
-        """Whether messages use separate memory, which is freed when they have been received."""
         self._missing: list[int] = []
         """Positions without a gradient on this rank in the last pass."""
         # If the message dtype is wider than the gradients', scaling the message loses no precision.
@@ -207,11 +278,17 @@ class Bucket:
         self._move(positions, None if self._scales_message else weight)
 
     def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
-        """Returns this rank's summand, with zeros for missing gradients.
+        """Returns this rank's summand, with zeros and flags of zero for missing gradients."""
+        self._used.fill_(1)
+        self._missing = []
+        return super().pack(taken, weight)
 
-        `take` has already moved the gradients of the positions in `taken`.
-        """
-        self._fill(taken, weight)
+    def _leave_out(self, position: int) -> None:
+        self._views[position].zero_()
+        self._used[position] = 0
+        self._missing.append(position)
+
+    def _message(self, weight: RankWeight) -> Tensor:
         if self._message_dtype == self.plan.dtype:
             return self.buffer
         message = self.buffer.to(self._message_dtype)
@@ -241,9 +318,7 @@ class Bucket:
         there: list[Tensor] = []
         for position in positions:
             parameter = self.parameters[position]
-            gradient = reducible_gradient(
-                parameter, self.names[position], self._dtypes[position], self.plan.device
-            )
+            gradient = self._gradient(position)
             # Compares addresses, not objects: converting a module can repoint the same object.
             if gradient.data_ptr() == self._addresses[position]:
                 there.append(gradient)
@@ -262,22 +337,6 @@ class Bucket:
         weight.scale_into(gradients, targets)
         if there:
             weight.scale(there)
-
-    def _fill(self, taken: set[int], weight: RankWeight) -> None:
-        self._used.fill_(1)
-        self._missing = []
-        if len(taken) == len(self.parameters):
-            return
-        left = []
-        for position, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self._views[position].zero_()
-                self._used[position] = 0
-                self._missing.append(position)
-            elif position not in taken:
-                left.append(position)
-        # User code may have replaced a gradient of an earlier pass.
-        self.take(left, weight)
 
 
 def give_missing_gradients(buckets: Iterable[Bucket]) -> None:

@@ -42,6 +42,7 @@ from paceline.parallel.bucket_size import BucketSizeChoice, BucketSizeTuner
 from paceline.parallel.buckets import (
     Bucket,
     BucketPlan,
+    GradientBucket,
     give_missing_gradients,
     plan_buckets,
     tensor_spec,
@@ -56,7 +57,6 @@ from paceline.parallel.ranks.collectives import resolve_group
 from paceline.parallel.ranks.pending import collective_error
 from paceline.parallel.reducer import (
     OUTSIDE_BACKWARD,
-    GradientBucket,
     GradientSynchronizer,
     LaunchPolicy,
     Settings,

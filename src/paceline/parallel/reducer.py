@@ -32,7 +32,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from paceline.accounting.buckets import GROUP_BYTES
 from paceline.core.errors import PacelineError
 from paceline.core.ranges import WAIT, bucket_range
 from paceline.kernels.named_range import named_range
-from paceline.parallel.buckets import BucketPlan, GradientError, RankWeight
+from paceline.parallel.buckets import GradientBucket, GradientError, RankWeight
 from paceline.parallel.ranks.collectives import GroupReference
 from paceline.parallel.ranks.device_clock import now
 from paceline.parallel.ranks.pending import Pending, collective_error, counted_wait
@@ -58,9 +58,6 @@ OUTSIDE_BACKWARD = -1
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the autograd engine's ID of the innermost current backward pass."""
-
-
-AnyWork: TypeAlias = dist.Work | Pending
 
 
 class LaunchPolicy(enum.Enum):
@@ -115,34 +112,6 @@ class Settings:
         return self.group_reference.get()
 
 
-class GradientBucket(Protocol):
-    """Gradients that are sent in one message."""
-
-    plan: BucketPlan
-    """The bucket's tensors and their positions."""
-    is_received_early: bool
-    """Whether messages use separate memory, which is freed when they have been received."""
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters of the bucket, in the order of the plan."""
-
-    def keep(self, position: int) -> None:
-        """Accepts a gradient that is not sent in this pass."""
-
-    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
-        """Moves gradients into the bucket, scaled by the weight."""
-
-    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
-        """Returns the message, after taking the remaining gradients and zeros for missing ones."""
-
-    def start(self, message: Tensor, group: dist.ProcessGroup) -> AnyWork:
-        """Starts the collective."""
-
-    def unpack(self, message: Tensor) -> None:
-        """Stores the reduced message."""
-
-
 class BackwardRun:
     """A backward pass, from the gradient of its output to the end of its communication."""
 
@@ -163,7 +132,7 @@ class BackwardRun:
         self.waiting_bytes = [0] * len(bucket_lengths)
         self.taken: list[set[int]] = [set() for _ in bucket_lengths]
         """Positions in each bucket whose gradients were moved into it by `GradientBucket.take`."""
-        self.in_flight: collections.deque[tuple[Tensor, AnyWork]] = collections.deque()
+        self.in_flight: collections.deque[tuple[Tensor, dist.Work | Pending]] = collections.deque()
         self.num_received = 0
         self.message_bytes: list[int] = []
         """Bytes of the messages sent so far, in bucket order."""

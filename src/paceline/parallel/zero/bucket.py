@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
-from paceline.parallel.buckets import BucketPlan, RankWeight, reducible_gradient, view_like
+from paceline.parallel.buckets import BucketPlan, GradientBucket, RankWeight, view_like
 from paceline.parallel.ranks.collectives import GroupReference, ReduceScatter, start_reduce_scatter
 from paceline.parallel.ranks.device_clock import Moment
 from paceline.parallel.ranks.pending import Pending
@@ -105,231 +105,22 @@ def _reduced_in(arguments: Any) -> Any:
             yield from _reduced_in(argument)
 
 
-class UsedParameters:
-    """Counts, for each parameter, the ranks that had a gradient."""
-
-    def __init__(self, num_parameters: int, device: torch.device) -> None:
-        self._num_parameters = num_parameters
-        self._device = device
-        self._missing: list[int] = []
-        self._passes: list[tuple[Tensor, Pending]] = []
-
-    def note_missing(self, parameter: int) -> None:
-        """Records that this rank has no gradient for a parameter in this pass."""
-        self._missing.append(parameter)
-
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Starts the all-reduce of this pass's counts."""
-        counts = torch.ones(self._num_parameters, device=self._device)
-        for parameter in self._missing:
-            counts[parameter] = 0
-        self._missing = []
-        work = dist.all_reduce(counts, group=group, async_op=True)
-        pending = Pending("count of gradients", counts.nbytes, [work], self._device)
-        self._passes.append((counts, pending))
-
-    def decide_gradients(self, flats: Sequence[FlatParameters]) -> None:
-        """Sets the gradient of undecided shards that had one on any rank.
-
-        Waits for the device only if there are undecided shards.
-        """
-        undecided = [item for flat in flats for item in flat.undecided.items()]
-        if undecided:
-            answers = self._had_gradients([index for _, (index, _) in undecided])
-            for (shard, (_, total)), had_one in zip(undecided, answers, strict=True):
-                if had_one:
-                    shard.tensor.grad = total
-        for flat in flats:
-            flat.undecided.clear()
-        self.forget()
-
-    def _had_gradients(self, parameters: Sequence[int]) -> list[bool]:
-        """Returns whether any rank had a gradient for each parameter in any recorded pass."""
-        counts = []
-        for of_pass, pending in self._passes:
-            pending.wait()
-            counts.append(of_pass[list(parameters)])
-        answers: list[bool] = (torch.stack(counts).sum(0) > 0).tolist()
-        return answers
-
-    def forget(self) -> None:
-        """Discards the recorded passes, after waiting for their messages."""
-        for _, pending in self._passes:
-            pending.wait()
-        self._passes = []
-
-
-class ShardedBucket:
-    """A bucket that is reduce-scattered."""
-
-    is_received_early = True
-    """Whether messages use separate memory, which is freed when they have been received."""
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        flat: FlatParameters,
-        used: UsedParameters,
-        *,
-        message_dtype: torch.dtype,
-        sends_counts: bool,
-    ) -> None:
-        self.plan = plan
-        self.flat = flat
-        self.parameters = flat.parameters
-        self._dtypes = [parameter.dtype for parameter in flat.parameters]
-        self._reduced = [
-            ReducedGradient(*named) for named in zip(flat.parameters, flat.names, strict=True)
-        ]
-        self._used = used
-        self._indices = [slot.tensor for slot in plan.slots]
-        """The indices of the parameters in `used`."""
-        self._message_dtype = message_dtype
-        self._sends_counts = sends_counts
-        self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._missing: dict[nn.Parameter, int] = {}
-        """Parameters without a gradient on this rank, and their indices in `used`."""
-        self._reduce_scatter: ReduceScatter | None = None
-        self._gaps = list(_gaps(plan, flat.layout.num_elements))
-        flat.gradient = torch.zeros_like(flat.master)
-
-    def keep(self, position: int) -> None:
-        """Leaves a gradient in place, because it is not sent in this pass."""
-        parameter = self.parameters[position]
-        self.flat.local_gradients.add(parameter)
-        # A tensor added to a reduced gradient may also be another parameter's gradient: copy it.
-        is_shared = type(parameter.grad) is ReducedGradient
-        gradient = self._gradient(position)
-        if is_shared:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-
-    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
-        """Moves gradients into the message, scaled by the weight."""
-        if self._buffer is None:
-            self._open()
-        gradients = [self._gradient(position) for position in positions]
-        weight.scale_into(
-            [torch.view_as_real(grad) if grad.is_complex() else grad for grad in gradients],
-            [self._views[position] for position in positions],
-        )
-        for position in positions:
-            self.parameters[position].grad = self._reduced[position]
-            if self.flat.local_gradients:
-                self.flat.local_gradients.discard(self.parameters[position])
-
-    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
-        """Returns the message, with zeros for missing gradients."""
-        if self._buffer is None:
-            self._open()
-        left = []
-        for position, parameter in enumerate(self.parameters):
-            if position in taken:
-                continue
-            if not self._has_gradient(parameter):
-                self._views[position].zero_()
-                self._missing[parameter] = self._indices[position]
-                self._used.note_missing(self._indices[position])
-            else:
-                left.append(position)
-        self.take(left, weight)
-        assert self._buffer is not None
-        return self._buffer
-
-    def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
-        """Starts the reduce-scatter."""
-        self._reduce_scatter = start_reduce_scatter(message, group)
-        if self._sends_counts:
-            self._used.start(group)
-        return self._reduce_scatter
-
-    def unpack(self, _message: Tensor) -> None:
-        """Adds this rank's shard of the sum to its shards' gradients, and frees the message."""
-        assert self._reduce_scatter is not None
-        is_accumulating = bool(self.flat.undecided) or any(
-            shard.tensor.grad is not None for shard in self.flat.shards
-        )
-        if is_accumulating:
-            for shard in self.flat.shards:
-                if shard.tensor.grad is None and shard not in self.flat.undecided:
-                    self.flat.gradient_of(shard).zero_()
-        self._reduce_scatter.add_to(self.flat.gradient, overwrite=not is_accumulating)
-        self._reduce_scatter = self._buffer = None
-        self._views = []
-        self._give_gradients()
-
-    def _give_gradients(self) -> None:
-        """Sets the shards' gradients, except for parameters without a gradient on this rank."""
-        for shard in self.flat.shards:
-            if shard.parameter not in self._missing:
-                self.flat.undecided.pop(shard, None)
-                shard.tensor.grad = self.flat.gradient_of(shard)
-            elif shard.tensor.grad is None:
-                index = self._missing[shard.parameter]
-                self.flat.undecided[shard] = index, self.flat.gradient_of(shard)
-        self._missing = {}
-        self.flat.was_trained |= self.flat.is_trained
-
-    @staticmethod
-    def _has_gradient(parameter: nn.Parameter) -> bool:
-        gradient = parameter.grad
-        if type(gradient) is ReducedGradient:
-            return gradient.received is not None
-        return gradient is not None
-
-    def _gradient(self, position: int) -> Tensor:
-        gradient = self.parameters[position].grad
-        if type(gradient) is ReducedGradient:
-            self.parameters[position].grad, gradient.received = gradient.received, None
-        return reducible_gradient(
-            self.parameters[position],
-            self.flat.names[position],
-            self._dtypes[position],
-            self.plan.device,
-        )
-
-    def _open(self) -> None:
-        num_elements = self.flat.layout.num_elements
-        self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
-        for begin, end in self._gaps:
-            self._buffer[begin:end] = 0  # The optimizer updates the gaps together with the shards.
-        pieces = [slot.piece_of(self._buffer) for slot in self.plan.slots]
-        self._views = [
-            # Complex numbers are sent as pairs of reals: there are no narrow complex dtypes.
-            piece.view(*parameter.shape, 2)
-            if parameter.is_complex()
-            else view_like(parameter, piece)
-            for piece, parameter in zip(pieces, self.parameters, strict=True)
-        ]
-
-
-def _gaps(plan: BucketPlan, num_elements: int) -> Iterator[tuple[int, int]]:
-    """Yields the padding ranges between a bucket's tensors and after the last one."""
-    end = 0
-    for slot in plan.slots:
-        if slot.offset > end:
-            yield end, slot.offset
-        end = slot.offset + slot.num_elements
-    if num_elements > end:
-        yield end, num_elements
-
-
 _known: MutableMapping[Tensor, "weakref.ref[ShardedParameters]"] = WeakIdKeyDictionary()
 
 
 class ShardedParameters:
-    """The flat parameters of one container, one object per bucket.
+    """The flat parameters of one container, one object per bucket, and their use by ranks.
 
     They are in the order in which the next forward pass needs them.
     """
 
-    def __init__(
-        self, flats: Sequence[FlatParameters], group: GroupReference, used: UsedParameters
-    ) -> None:
+    def __init__(self, flats: Sequence[FlatParameters], group: GroupReference) -> None:
         self.flats = flats
         self.group = group
-        self._used = used
         self._find_optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._missing: list[int] = []
+        self._passes: list[tuple[Tensor, Pending]] = []
+        """For each pass, the number of ranks that had a gradient for each parameter."""
         for flat in flats:
             for parameter in flat.parameters:
                 _known[parameter] = weakref.ref(self)
@@ -350,17 +141,48 @@ class ShardedParameters:
             )
         self._find_optimizer = weakref.ref(optimizer)
 
+    def note_missing(self, index: int) -> None:
+        """Records that this rank has no gradient for a parameter in this pass."""
+        self._missing.append(index)
+
+    def start_counting(self) -> None:
+        """Starts the all-reduce of this pass's counts."""
+        device = self.flats[0].layout.device
+        counts = torch.ones(sum(len(flat.parameters) for flat in self.flats), device=device)
+        for index in self._missing:
+            counts[index] = 0
+        self._missing = []
+        work = dist.all_reduce(counts, group=self.group.get(), async_op=True)
+        pending = Pending("count of gradients", counts.nbytes, [work], device)
+        self._passes.append((counts, pending))
+
     def decide_gradients(self) -> None:
         """Sets the gradient of undecided shards that had one on any rank.
 
         Waits for the device only if there are undecided shards.
         """
-        self._used.decide_gradients(self.flats)
+        undecided = [item for flat in self.flats for item in flat.undecided.items()]
+        passes = self._end_passes()
+        if undecided:
+            indices = [index for _, (index, _) in undecided]
+            had_one = torch.stack([counts[indices] for counts in passes]).sum(0) > 0
+            for (shard, (_, total)), is_used in zip(undecided, had_one.tolist(), strict=True):
+                if is_used:
+                    shard.tensor.grad = total
+        for flat in self.flats:
+            flat.undecided.clear()
+
+    def _end_passes(self) -> list[Tensor]:
+        """Waits for the counts of the recorded passes, and returns and clears them."""
+        for _, pending in self._passes:
+            pending.wait()
+        passes, self._passes = self._passes, []
+        return [counts for counts, _ in passes]
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all shards."""
         if set_to_none:
-            self._used.forget()
+            self._end_passes()
         else:
             self.decide_gradients()
         for flat in self.flats:
@@ -393,3 +215,145 @@ def find_sharded_parameters(parameter: nn.Parameter) -> ShardedParameters | None
     """Returns the sharded parameters that contain a parameter; None if it is not sharded."""
     reference: Any = _known.get(parameter)
     return None if reference is None else reference()
+
+
+class ShardedBucket(GradientBucket):
+    """A bucket that is reduce-scattered."""
+
+    is_received_early = True
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        flat: FlatParameters,
+        shared: ShardedParameters,
+        *,
+        message_dtype: torch.dtype,
+        sends_counts: bool,
+    ) -> None:
+        super().__init__(plan, flat.parameters, flat.names)
+        self._flat = flat
+        self._shared = shared
+        self._reduced = [
+            ReducedGradient(*named) for named in zip(flat.parameters, flat.names, strict=True)
+        ]
+        self._message_dtype = message_dtype
+        self._sends_counts = sends_counts
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._missing: dict[nn.Parameter, int] = {}
+        """Parameters without a gradient on this rank, and their indices in the container."""
+        self._reduce_scatter: ReduceScatter | None = None
+        self._gaps = list(_gaps(plan, flat.layout.num_elements))
+        flat.gradient = torch.zeros_like(flat.master)
+
+    def keep(self, position: int) -> None:
+        """Leaves a gradient in place, because it is not sent in this pass."""
+        parameter = self.parameters[position]
+        self._flat.local_gradients.add(parameter)
+        # A tensor added to a reduced gradient may also be another parameter's gradient: copy it.
+        is_shared = type(parameter.grad) is ReducedGradient
+        gradient = self._gradient(position)
+        if is_shared:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+    def take(self, positions: Sequence[int], weight: RankWeight) -> None:
+        """Moves gradients into the message, scaled by the weight."""
+        if self._buffer is None:
+            self._open()
+        gradients = [self._gradient(position) for position in positions]
+        weight.scale_into(
+            [torch.view_as_real(grad) if grad.is_complex() else grad for grad in gradients],
+            [self._views[position] for position in positions],
+        )
+        for position in positions:
+            self.parameters[position].grad = self._reduced[position]
+            if self._flat.local_gradients:
+                self._flat.local_gradients.discard(self.parameters[position])
+
+    def pack(self, taken: set[int], weight: RankWeight) -> Tensor:
+        """Returns the message, with zeros for missing gradients."""
+        if self._buffer is None:
+            self._open()
+        return super().pack(taken, weight)
+
+    def _leave_out(self, position: int) -> None:
+        index = self.plan.slots[position].tensor
+        self._views[position].zero_()
+        self._missing[self.parameters[position]] = index
+        self._shared.note_missing(index)
+
+    def _message(self, _weight: RankWeight) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer
+
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
+        """Starts the reduce-scatter."""
+        self._reduce_scatter = start_reduce_scatter(message, group)
+        if self._sends_counts:
+            self._shared.start_counting()
+        return self._reduce_scatter
+
+    def unpack(self, _message: Tensor) -> None:
+        """Adds this rank's shard of the sum to its shards' gradients, and frees the message."""
+        assert self._reduce_scatter is not None
+        is_accumulating = bool(self._flat.undecided) or any(
+            shard.tensor.grad is not None for shard in self._flat.shards
+        )
+        if is_accumulating:
+            for shard in self._flat.shards:
+                if shard.tensor.grad is None and shard not in self._flat.undecided:
+                    self._flat.gradient_of(shard).zero_()
+        self._reduce_scatter.add_to(self._flat.gradient, overwrite=not is_accumulating)
+        self._reduce_scatter = self._buffer = None
+        self._views = []
+        self._give_gradients()
+
+    def _give_gradients(self) -> None:
+        """Sets the shards' gradients, except for parameters without a gradient on this rank."""
+        for shard in self._flat.shards:
+            if shard.parameter not in self._missing:
+                self._flat.undecided.pop(shard, None)
+                shard.tensor.grad = self._flat.gradient_of(shard)
+            elif shard.tensor.grad is None:
+                index = self._missing[shard.parameter]
+                self._flat.undecided[shard] = index, self._flat.gradient_of(shard)
+        self._missing = {}
+        self._flat.was_trained |= self._flat.is_trained
+
+    def _has_gradient(self, position: int) -> bool:
+        gradient = self.parameters[position].grad
+        if type(gradient) is ReducedGradient:
+            return gradient.received is not None
+        return gradient is not None
+
+    def _gradient(self, position: int) -> Tensor:
+        gradient = self.parameters[position].grad
+        if type(gradient) is ReducedGradient:
+            self.parameters[position].grad, gradient.received = gradient.received, None
+        return super()._gradient(position)
+
+    def _open(self) -> None:
+        num_elements = self._flat.layout.num_elements
+        self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
+        for begin, end in self._gaps:
+            self._buffer[begin:end] = 0  # The optimizer updates the gaps together with the shards.
+        pieces = [slot.piece_of(self._buffer) for slot in self.plan.slots]
+        self._views = [
+            # Complex numbers are sent as pairs of reals: there are no narrow complex dtypes.
+            piece.view(*parameter.shape, 2)
+            if parameter.is_complex()
+            else view_like(parameter, piece)
+            for piece, parameter in zip(pieces, self.parameters, strict=True)
+        ]
+
+
+def _gaps(plan: BucketPlan, num_elements: int) -> Iterator[tuple[int, int]]:
+    """Yields the padding ranges between a bucket's tensors and after the last one."""
+    end = 0
+    for slot in plan.slots:
+        if slot.offset > end:
+            yield end, slot.offset
+        end = slot.offset + slot.num_elements
+    if num_elements > end:
+        yield end, num_elements

@@ -34,12 +34,7 @@ from paceline.parallel.ranks.collectives import works_in_place
 from paceline.parallel.ranks.device_clock import Moment, seconds_between
 from paceline.parallel.reducer import GradientSynchronizer, LaunchPolicy
 from paceline.parallel.traffic import SynchronizationStats
-from paceline.parallel.zero.bucket import (
-    ShardedBucket,
-    ShardedParameters,
-    UsedParameters,
-    find_sharded_parameters,
-)
+from paceline.parallel.zero.bucket import ShardedBucket, ShardedParameters, find_sharded_parameters
 from paceline.parallel.zero.flat_parameters import FlatParameters, Partition, shard_evenly
 
 
@@ -70,7 +65,6 @@ class ShardedDataParallel(DataParallel):
         self._master_dtype = master_dtype
         self._num_passes = 0
         self._forward_waits: list[tuple[Moment, Moment]] = []
-        self._buckets: list[ShardedBucket] = []
         super().__init__(
             module,
             cap_bytes=bucket_cap_bytes(bucket_size_mb),
@@ -162,10 +156,8 @@ class ShardedDataParallel(DataParallel):
     ) -> Sequence[ShardedBucket]:
         group = self._settings.group
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        used = UsedParameters(len(parameters), self._settings.device)
-        self._buckets = []
-        for number, plan in enumerate(plans):
-            flat = FlatParameters(
+        flats = [
+            FlatParameters(
                 shard_evenly(plan, num_ranks),
                 parameters,
                 names,
@@ -173,19 +165,20 @@ class ShardedDataParallel(DataParallel):
                 partition=Partition.ELEMENTS,
                 master_dtype=self._master_dtype,
             )
-            self._buckets.append(
-                ShardedBucket(
-                    plan,
-                    flat,
-                    used,
-                    message_dtype=self._message_dtype(plan.dtype),
-                    sends_counts=number == len(plans) - 1,
-                )
+            for plan in plans
+        ]
+        # Buckets are in backward order, the shared parameters in forward order.
+        self._shared = ShardedParameters(flats[::-1], self._settings.group_reference)
+        return [
+            ShardedBucket(
+                plan,
+                flat,
+                self._shared,
+                message_dtype=self._message_dtype(plan.dtype),
+                sends_counts=plan is plans[-1],
             )
-        # Buckets are in backward order, flats in forward order.
-        flats = [bucket.flat for bucket in reversed(self._buckets)]
-        self._shared = ShardedParameters(flats, self._settings.group_reference, used)
-        return self._buckets
+            for plan, flat in zip(plans, flats, strict=True)
+        ]
 
     def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # On a CPU ranks sum received messages in the master's dtype; NCCL sums in the message's.

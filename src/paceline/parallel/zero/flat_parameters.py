@@ -238,7 +238,7 @@ class FlatParameters:
         """Parameters with local gradients, which are sent with the next averaged pass."""
         self.undecided: dict[Shard, tuple[int, Tensor]] = {}
         """Shards for which only other ranks may have had a gradient, with the index of the
-        parameter in `UsedParameters` and the sum."""
+        parameter in its container and the sum."""
         self.was_trained = False
         """Whether a container has averaged gradients that have not been dropped since; equal on all
         ranks."""
