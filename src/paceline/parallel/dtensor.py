@@ -1,20 +1,14 @@
 """Tensors that may be DTensors: their local part, their whole, their gradients."""
 
 import math
-from typing import TYPE_CHECKING
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-if TYPE_CHECKING:
-    pass
-from collections import defaultdict
-
-from torch.distributed.tensor import Partial
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

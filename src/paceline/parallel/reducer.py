@@ -250,7 +250,7 @@ class GradientSynchronizer:
         if self._run is None:
             times = None
             if self.records_times or self._sync_state.records_statistics:
-                times = RunTimes(self._settings.device, len(self.buckets))
+                times = RunTimes(self._settings.device)
             self._run = BackwardRun(task=task, bucket_lengths=self._bucket_lengths, times=times)
             if task != OUTSIDE_BACKWARD:
                 _join_backward(self, task)
@@ -302,7 +302,7 @@ class GradientSynchronizer:
         """Returns statistics of the last synchronisation, or None if they were not recorded."""
         if self._last_run is None or self._last_run.times is None:
             return None
-        return self._last_run.times.stats(self._bucket_lengths, self._last_run.message_bytes)
+        return self._last_run.times.stats()
 
     def message_bytes(self) -> list[int]:
         """Returns the size of each message of the last synchronisation."""
@@ -377,7 +377,7 @@ class GradientSynchronizer:
         message = bucket.pack(run.taken[number], run.weight)
         run.message_bytes.append(message.nbytes)
         if run.times is not None:
-            run.times.launch()
+            run.times.launch(message.nbytes, self._bucket_lengths[number])
         try:
             with named_range(bucket_range(number)):
                 work = bucket.start(message, self._settings.group)
@@ -385,7 +385,7 @@ class GradientSynchronizer:
             raise _bucket_error(number, message, error) from error
         run.in_flight.append((message, work))
         if run.times is not None:
-            run.times.watch(number, work, self._side_stream)
+            run.times.watch(work, self._side_stream)
         del message, work  # Otherwise the message received below would not be freed.
         if self._settings.launch is LaunchPolicy.ONE_BY_ONE:
             self._receive_next(run)

@@ -7,7 +7,7 @@ observes steps that also gather parameters, Paceline's and torch's.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -42,44 +42,61 @@ class SynchronizationStats:
     a GPU."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Message:
+    num_bytes: int
+    num_parameters: int
+    launched: Moment
+    finished: Moment | None = None
+
+    def stats(self, started: Moment) -> BucketStats:
+        assert self.finished is not None
+        return BucketStats(
+            num_bytes=self.num_bytes,
+            num_parameters=self.num_parameters,
+            launch_s=seconds_between(started, self.launched),
+            finish_s=seconds_between(started, self.finished),
+        )
+
+
 class RunTimes:
     """Timestamps of a backward pass and its messages, recorded on request."""
 
-    def __init__(self, device: torch.device, num_buckets: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self.started = self.backward_over = self.all_received = now(device)
         self.arrivals: dict[int, Moment] = {}
         """Completion time of each parameter's gradient, by index."""
-        self._launched: list[Moment] = []
-        self._finished: list[Moment | None] = [None] * num_buckets
+        self._messages: list[_Message] = []
 
-    def launch(self) -> None:
+    def launch(self, num_bytes: int, num_parameters: int) -> None:
         """Records the launch of the next message."""
-        self._launched.append(now(self._device))
+        self._messages.append(
+            _Message(num_bytes=num_bytes, num_parameters=num_parameters, launched=now(self._device))
+        )
 
-    def watch(
-        self, number: int, work: dist.Work | Pending, side_stream: torch.cuda.Stream | None
-    ) -> None:
-        """Arranges for the completion time of a message to be recorded, without polling.
+    def watch(self, work: dist.Work | Pending, side_stream: torch.cuda.Stream | None) -> None:
+        """Arranges for the completion time of the last message to be recorded, without polling.
 
         On a GPU, the side stream waits for it, which delays no other work.
         """
+        message = self._messages[-1]
         if side_stream is not None:
             with torch.cuda.stream(side_stream):
                 work.wait()
-                self._finished[number] = now(self._device)
+                self._finish(message)
         elif isinstance(work, Pending):
-            work.when_over(lambda: self._finish(number))
+            work.when_over(lambda: self._finish(message))
         else:
-            work.get_future().add_done_callback(lambda _: self._finish(number))
+            work.get_future().add_done_callback(lambda _: self._finish(message))
 
     def receive(self, number: int) -> None:
         """Records that a message has been waited for, unless its completion is already recorded."""
-        if self._finished[number] is None:
-            self._finish(number)
+        if self._messages[number].finished is None:
+            self._finish(self._messages[number])
 
-    def _finish(self, number: int) -> None:
-        self._finished[number] = now(self._device)
+    def _finish(self, message: _Message) -> None:
+        message.finished = now(self._device)
 
     def arrivals_s(self, num_parameters: int) -> list[float]:
         """Returns each gradient's arrival time; the end of backward for one that did not arrive."""
@@ -88,31 +105,13 @@ class RunTimes:
             for index in range(num_parameters)
         ]
 
-    def stats(self, lengths: Sequence[int], sizes: Sequence[int]) -> SynchronizationStats:
-        """Returns the times with the buckets' lengths and sizes; call after all were received."""
+    def stats(self) -> SynchronizationStats:
+        """Returns sizes and times of the messages; call after all were received."""
         return SynchronizationStats(
-            buckets=tuple(
-                BucketStats(
-                    num_bytes=num_bytes,
-                    num_parameters=length,
-                    launch_s=seconds_between(self.started, launched),
-                    finish_s=seconds_between(self.started, finished or self.all_received),
-                )
-                for length, num_bytes, launched, finished in zip(
-                    lengths, sizes, self._launched, self._finished, strict=True
-                )
-            ),
+            buckets=tuple(message.stats(self.started) for message in self._messages),
             backward_s=seconds_between(self.started, self.backward_over),
             exposed_wait_s=seconds_between(self.backward_over, self.all_received),
         )
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Message:
-    num_bytes: int
-    num_parameters: int
-    launched: Moment
-    finished: Moment
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -132,15 +131,7 @@ class _Step:
             return None
         waited_s = sum(seconds_between(*wait) for wait in self.waits)
         return SynchronizationStats(
-            buckets=tuple(
-                BucketStats(
-                    num_bytes=message.num_bytes,
-                    num_parameters=message.num_parameters,
-                    launch_s=seconds_between(self.started, message.launched),
-                    finish_s=seconds_between(self.started, message.finished),
-                )
-                for message in self.messages
-            ),
+            buckets=tuple(message.stats(self.started) for message in self.messages),
             backward_s=seconds_between(self.started, self.over),
             exposed_wait_s=waited_s if self.sees_waits else None,
         )

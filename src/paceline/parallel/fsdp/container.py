@@ -25,7 +25,7 @@ through its outputs. A reentrant checkpoint frees its layers only after backward
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,9 +63,6 @@ from paceline.parallel.same_model import (
     require_same_model,
 )
 from paceline.parallel.traffic import SynchronizationStats, Traffic
-
-if TYPE_CHECKING:
-    pass
 
 
 class FullyShardedDataParallel(DataParallelContainer):
@@ -224,14 +221,6 @@ class FullyShardedDataParallel(DataParallelContainer):
         if not self._changes.agree(change, describe_model(self.module, self._description)):
             require_same_model(self.module, self._description, self.process_group, self._device)
         self._agreed = current
-
-    def record_statistics(self, enabled: bool = True) -> None:
-        """Turns the recording of timestamps for `synchronization_stats` on or off.
-
-        Args:
-            enabled: Whether to record subsequent passes.
-        """
-        self._traffic.records_times = enabled
 
     def finish_gradient_synchronization(self) -> None:
         """Does nothing: gradients are averaged when backward returns."""

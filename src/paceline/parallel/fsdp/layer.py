@@ -17,7 +17,7 @@ dtype, and are sent with the next message.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,16 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from paceline.core.errors import UsageError
-from paceline.parallel.buckets import view_like
+from paceline.parallel.buckets import RankWeight, reducible_gradient, view_like
 from paceline.parallel.dtensor import as_dtensor, local_tensor
 from paceline.parallel.fsdp.sharding import LayerLayout, Piece, Run, Sharding
-from paceline.parallel.ranks.collectives import start_all_gather
+from paceline.parallel.ranks.collectives import (
+    ReduceScatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.traffic import Traffic
-
-if TYPE_CHECKING:
-    pass
-
-from paceline.parallel.buckets import RankWeight, reducible_gradient
-from paceline.parallel.ranks.collectives import ReduceScatter, start_reduce_scatter
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from paceline.parallel.reducer import (
     when_complete,
 )
 from paceline.parallel.traffic import Traffic
-
-if TYPE_CHECKING:
-    from paceline.parallel.fsdp.layers import LayerUser
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +153,7 @@ class Schedule:
         for layer in self._layers:
             if not self._kept_for_graph or layer.is_stale:
                 layer.reset()
+        self._traffic.records_times = self._sync_state.records_statistics
         self._traffic.begin_forward()
         self._sync_state.forward_synchronizes = self._sync_state.synchronize
         self._forward = ForwardPass(synchronizes=self._sync_state.synchronize)
@@ -276,6 +274,7 @@ class Schedule:
                 keeps_graph=torch.is_grad_enabled() and forward is not None,
             )
             if completes and self._backward.averages:
+                self._traffic.records_times = self._sync_state.records_statistics
                 self._traffic.begin_backward()
                 num_ranks = self._layers[0].sharding.num_ranks
                 self._backward.weight = self._sync_state.take_weight(num_ranks)

@@ -18,8 +18,7 @@ copied out. A gradient message is ``[rank][flat shard, one flag per parameter]``
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,15 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from paceline.core.errors import UsageError
-from paceline.parallel.ranks.collectives import GroupReference, resolve_group
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import Iterator
-
 from paceline.accounting.buckets import aligned
+from paceline.core.errors import UsageError
 from paceline.core.units import MIB
+from paceline.parallel.ranks.collectives import GroupReference, resolve_group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
