@@ -124,7 +124,7 @@ def _with_optimizer(make: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Modu
 
 
 def _plans(model: nn.Module) -> Any:
-    specs = [tensor_spec(*named) for named in model.named_parameters()]
+    specs = [tensor_spec(parameter) for parameter in model.parameters()]
     plans = plan_buckets(specs, _CAP_BYTES)
     return [list(shard_evenly(plan, dist.get_world_size()).slices(0)) for plan in plans]
 

@@ -84,7 +84,7 @@ def _measure_with_a_slow_rank(rank: int, _world_size: int) -> BucketSizeChoice:
         bucket_size.time = before
     for _ in range(4):
         tuner.observe([0.3 * (rank + 1)])
-    return tuner.choose([TensorSpec("weight", 2**20, torch.float32, torch.device("cpu"))])
+    return tuner.choose([TensorSpec(2**20, torch.float32, torch.device("cpu"))])
 
 
 def test_the_slowest_rank_counts(rank_pool: Pools) -> None:
@@ -107,9 +107,7 @@ def test_a_rank_alone_has_nothing_to_choose(rank_pool: Pools) -> None:
 
 
 def test_starting_a_call_costs_so_that_dear_calls_make_large_buckets() -> None:
-    tensors = [
-        TensorSpec(str(number), 2**18, torch.float32, torch.device("cpu")) for number in range(64)
-    ]
+    tensors = [TensorSpec(2**18, torch.float32, torch.device("cpu")) for _ in range(64)]
     arrivals_s = [0.5 * (64 - number) / 64 for number in range(64)]
     fit = fit_collective({2**12: [1e-4] * 5, 2**20: [1 / 64] * 5, 2**26: [1.0] * 5})
     cheap, dear = (
@@ -126,7 +124,7 @@ def test_starting_a_call_costs_so_that_dear_calls_make_large_buckets() -> None:
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_the_flags_of_used_parameters_are_part_of_a_message(dtype: torch.dtype | None) -> None:
     parameters = [torch.nn.Parameter(torch.ones(16)) for _ in range(5)]
-    specs = [tensor_spec(str(number), tensor) for number, tensor in enumerate(parameters)]
+    specs = [tensor_spec(parameter) for parameter in parameters]
     (plan,) = plan_buckets(specs, None)
     bucket = Bucket(plan, parameters, ["x"] * 5, dtype)
     message = bucket.pack(set(), RankWeight(1.0))

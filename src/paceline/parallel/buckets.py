@@ -33,7 +33,6 @@ class GradientError(PacelineError):
 class TensorSpec(NamedTuple):
     """The properties of a tensor that determine its position in a plan."""
 
-    name: str
     num_elements: int
     """Number of real elements; a complex element counts as two."""
     dtype: torch.dtype
@@ -74,7 +73,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index in range(len(tensors) - 1, -1, -1):
-        _, _, dtype, device = tensors[index]
+        _, dtype, device = tensors[index]
         kinds.setdefault((dtype, device), []).append(index)
     plans = []
     for (dtype, device), of_kind in kinds.items():
@@ -101,10 +100,10 @@ def place_tensors(
     return BucketPlan(dtype, device, tuple(slots), offset)
 
 
-def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
+def tensor_spec(tensor: Tensor) -> TensorSpec:
     """Describes a tensor for a plan."""
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    return TensorSpec(name, num_reals(tensor), dtype, tensor.device)
+    return TensorSpec(num_reals(tensor), dtype, tensor.device)
 
 
 def num_reals(tensor: Tensor) -> int:

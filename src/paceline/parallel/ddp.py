@@ -274,7 +274,7 @@ class DataParallel(DataParallelContainer):
         trained = self._trained()
         names = [name for name, _ in trained]
         parameters = [parameter for _, parameter in trained]
-        plans = plan_buckets([tensor_spec(*named) for named in trained], self._cap_bytes)
+        plans = plan_buckets([tensor_spec(p) for p in parameters], self._cap_bytes)
         self._synchronizer = GradientSynchronizer(
             names,
             parameters,
@@ -400,7 +400,7 @@ class BucketedDataParallel(DataParallel):
         tuner.observe(arrivals_s)
         if not tuner.has_seen_enough:
             return
-        choice = tuner.choose([tensor_spec(*named) for named in self._trained()])
+        choice = tuner.choose([tensor_spec(p) for _, p in self._trained()])
         if dist.get_rank(self.process_group) == 0:
             _logger.info("%s", choice.explain())
         self._tuner = None

@@ -25,7 +25,7 @@ class ReplicaGradients:
     ) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         names, parameters = [name for name, _ in trained], [p for _, p in trained]
-        plans = plan_buckets([tensor_spec(*named) for named in trained], cap_bytes)
+        plans = plan_buckets([tensor_spec(p) for p in parameters], cap_bytes)
         self._add_up = add_up
         self._buckets = [Bucket(plan, parameters, names, None) for plan in plans]
         self._passes_left: list[dict[int, int]] = []

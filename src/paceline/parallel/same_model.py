@@ -111,8 +111,7 @@ def _broadcast_lines(
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrites tensors with the values of the group's first rank, in few collectives."""
     chosen = list(tensors)
-    specs = [tensor_spec(str(index), tensor) for index, tensor in enumerate(chosen)]
-    for plan in plan_buckets(specs, _BROADCAST_BYTES):
+    for plan in plan_buckets([tensor_spec(tensor) for tensor in chosen], _BROADCAST_BYTES):
         flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
         views = [view_like(chosen[slot.tensor], slot.piece_of(flat)) for slot in plan.slots]
         for slot, view in zip(plan.slots, views, strict=True):

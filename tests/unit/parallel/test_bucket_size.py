@@ -13,8 +13,7 @@ NUM_LAYERS, LAYER_ELEMENTS = 32, 2**20
 
 def _tensors() -> list[TensorSpec]:
     return [
-        TensorSpec(f"layer{i}", LAYER_ELEMENTS, torch.float32, torch.device("cpu"))
-        for i in range(NUM_LAYERS)
+        TensorSpec(LAYER_ELEMENTS, torch.float32, torch.device("cpu")) for i in range(NUM_LAYERS)
     ]
 
 

@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 _SPECS = st.lists(
     st.builds(
         TensorSpec,
-        st.text(max_size=3),
         st.integers(0, 5000),
         st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
         st.sampled_from([CPU, torch.device("cuda", 0), torch.device("cuda", 1)]),
@@ -66,9 +65,7 @@ def test_buckets_follow_backward_and_keep_to_the_cap(
 
 
 def _plan_sizes(sizes_mib: list[float], cap_mib: float | None) -> list[list[int]]:
-    tensors = [
-        TensorSpec(str(i), int(s * 2**18), torch.float32, CPU) for i, s in enumerate(sizes_mib)
-    ]
+    tensors = [TensorSpec(int(s * 2**18), torch.float32, CPU) for s in sizes_mib]
     cap = None if cap_mib is None else cap_mib * 2**20
     return [[slot.tensor for slot in plan.slots] for plan in plan_buckets(tensors, cap)]
 
@@ -104,7 +101,7 @@ def test_the_edges_hold_a_mebibyte() -> None:
 
 
 def test_ten_thousand_tensors_are_planned_at_once() -> None:
-    tensors = [TensorSpec(str(i), i * 7919 % 100_000, torch.float32, CPU) for i in range(10_000)]
+    tensors = [TensorSpec(i * 7919 % 100_000, torch.float32, CPU) for i in range(10_000)]
     durations = []
     gc.disable()  # The cost of garbage collection depends on earlier tests.
     try:
@@ -133,7 +130,7 @@ def test_ten_thousand_tensors_are_planned_at_once() -> None:
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}-{tensor.dtype}",
 )
 def test_a_view_covers_its_piece_in_the_shape_of_the_parameter(tensor: torch.Tensor) -> None:
-    spec = tensor_spec("name", tensor)
+    spec = tensor_spec(tensor)
     buffer = torch.zeros(spec.num_elements + 4, dtype=spec.dtype)
     view = view_like(tensor, buffer[2:-2])
     assert view.shape == tensor.shape
@@ -149,7 +146,7 @@ def test_a_view_has_the_strides_of_a_dense_parameter() -> None:
 
 def test_a_gradient_is_scaled_on_the_way_and_where_it_lies_already() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    (plan,) = plan_buckets([tensor_spec("p", parameter)], None)
+    (plan,) = plan_buckets([tensor_spec(parameter)], None)
     bucket = Bucket(plan, [parameter], ["p"], None)
     parameter.grad = torch.tensor([2.0, 4.0, 6.0])
     bucket.take([0], RankWeight(0.5))
@@ -162,11 +159,8 @@ def test_a_gradient_is_scaled_on_the_way_and_where_it_lies_already() -> None:
 @pytest.mark.parametrize("reduction_dtype", [None, torch.bfloat16, torch.float64])
 def test_a_message_is_as_long_as_its_plan_says(reduction_dtype: torch.dtype | None) -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5, 7))]
-    names = ["a", "b"]
-    (plan,) = plan_buckets(
-        [tensor_spec(*named) for named in zip(names, parameters, strict=True)], None
-    )
-    message = Bucket(plan, parameters, names, reduction_dtype).pack(set(), RankWeight(1.0))
+    (plan,) = plan_buckets([tensor_spec(parameter) for parameter in parameters], None)
+    message = Bucket(plan, parameters, ["a", "b"], reduction_dtype).pack(set(), RankWeight(1.0))
     # Gradients, aligned to 16 bytes, then one number per parameter: whether it has a gradient.
     assert message.numel() == 36 + 4 + 2
     assert plan.message_bytes(reduction_dtype) == message.nbytes

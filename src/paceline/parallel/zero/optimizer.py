@@ -278,7 +278,7 @@ class ShardedOptimizer(Optimizer):
             f"number {index} of shape {tuple(parameter.shape)}"
             for index, parameter in enumerate(parameters)
         ]
-        specs = [tensor_spec(*named) for named in zip(names, parameters, strict=True)]
+        specs = [tensor_spec(parameter) for parameter in parameters]
         rank = dist.get_rank(self._group.get())
         for layout in plan_shards(specs, self._loads, self.partition):
             flat = FlatParameters(layout, parameters, names, rank=rank, partition=self.partition)

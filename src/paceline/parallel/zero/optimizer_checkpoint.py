@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from paceline.parallel.buckets import num_reals
+from paceline.parallel.ranks.collectives import from_all
 from paceline.parallel.zero.flat_parameters import Shard
 from paceline.parallel.zero.optimizer_state import (
     OptimizerStateError,
@@ -124,7 +125,7 @@ def describe(
     if stages is not None:
         for group, size in zip(packed, _joint_lengths(groups, names, stages), strict=True):
             group["params"] = list(range(size))
-        layout = {name: each for part in _from_each(layout, stages) for name, each in part.items()}
+        layout = {name: each for part in from_all(layout, stages) for name, each in part.items()}
     # As text, because the checkpoint would flatten lists. A learning rate may be a tensor.
     options = json.dumps(
         [_pack_lists(group) for group in packed], default=lambda value: value.item()
@@ -204,14 +205,7 @@ def _joint_lengths(
 ) -> list[int]:
     """Returns each group's number of parameters over all stages; copies count once."""
     own = [[names[parameter] for parameter in group["params"]] for group in groups]
-    gathered = _from_each(own, stages)
-    return [len(set().union(*same)) for same in zip(*gathered, strict=True)]
-
-
-def _from_each(value: Any, stages: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(stages)
-    dist.all_gather_object(gathered, value, group=stages)
-    return gathered
+    return [len(set().union(*same)) for same in zip(*from_all(own, stages), strict=True)]
 
 
 def _pack_lists(group: dict[str, Any]) -> dict[str, Any]:
