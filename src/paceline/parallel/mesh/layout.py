@@ -60,14 +60,7 @@ def coordinates_of(rank: int, layout: ParallelLayout) -> Coordinates:
 
 
 class MeshGroups:
-    """This rank's groups of a layout; all ranks must create them together.
-
-    Args:
-        layout: The layout, of `world_size` ranks.
-        rank: This rank.
-        world_size: Number of all ranks.
-        device: The device that this rank computes on.
-    """
+    """This rank's groups of a layout; all ranks must create them together."""
 
     def __init__(
         self, layout: ParallelLayout, rank: int, world_size: int, device: torch.device
@@ -88,7 +81,8 @@ class MeshGroups:
             (layout.pipeline, replicas, shards, layout.tensor),
             mesh_dim_names=_STATE_AXES,
         )
-        self._context: DeviceMesh | None = None
+        self.context: DeviceMesh | None = None
+        """The ranks that split each sequence; None for a single rank."""
         if layout.context > 1:
             outer = layout.pipeline * layout.replicate * layout.shard
             sequences = init_device_mesh(
@@ -96,7 +90,7 @@ class MeshGroups:
                 (outer, layout.context, layout.tensor),
                 mesh_dim_names=("outer", "context", "tensor"),
             )
-            self._context = sequences["context"]
+            self.context = sequences["context"]
 
     @property
     def data_rank(self) -> int:
@@ -117,11 +111,6 @@ class MeshGroups:
     def tensor(self) -> DeviceMesh | None:
         """The ranks that split each matrix; None for a single rank."""
         return self._states["tensor"] if self.layout.tensor > 1 else None
-
-    @property
-    def context(self) -> DeviceMesh | None:
-        """The ranks that split each sequence; None for a single rank."""
-        return self._context
 
     @property
     def pipeline(self) -> DeviceMesh | None:
@@ -156,13 +145,9 @@ def describe(layout: ParallelLayout) -> str:
 def apply_layout(model: nn.Module, groups: MeshGroups, *, compile_blocks: bool = False) -> None:
     """Distributes a model or a pipeline stage over the ranks of a stage, in place.
 
+    The model is a `TransformerLM` with the same weights on all ranks, or a stage of one: `blocks`
+    with a subset of the blocks, and None for a missing `embedding`, `final_norm` or `head`.
     Parameter names do not change.
-
-    Args:
-        model: A `TransformerLM` with the same weights on all ranks, or a stage of one: `blocks`
-            with a subset of the blocks, and None for a missing `embedding`, `final_norm` or `head`.
-        groups: The groups of a supported layout.
-        compile_blocks: Whether to compile each block.
     """
     layout = groups.layout
     blocks = list(model.get_submodule("blocks").children())
@@ -191,13 +176,8 @@ def clip_grad_norm(
     the stage over which the parameter is not sharded. One all-reduce over all ranks then gives the
     square of the norm. It is bitwise equal on all ranks, which keeps copies of a parameter equal.
     (torch's own norm of DTensors reduces each axis separately, and warns that ranks may round
-    differently.)
-
-    Args:
-        model: This rank's stages.
-        groups: The groups of the layout.
-        max_norm: Largest total norm that is not scaled down.
-        uncounted: Parameters that another stage counts, such as the copy of a tied embedding.
+    differently.) `uncounted` are parameters that another stage counts, such as the copy of a tied
+    embedding.
     """
     complete_gradients(model)
     ignored = {id(parameter) for parameter in uncounted}

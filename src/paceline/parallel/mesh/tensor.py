@@ -119,9 +119,7 @@ def _parallelize(
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the cross-entropy in float32, summed over this rank's tokens.
 
-    Args:
-        logits: (batch, sequence, vocabulary); a DTensor if tensor ranks split the vocabulary.
-        targets: The next token of each position, (batch, sequence).
+    Logits are (batch, sequence, vocabulary), a DTensor if tensor ranks split the vocabulary.
     """
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     return whole_tensor(loss)

@@ -147,13 +147,9 @@ def supervise(
 ) -> int:
     """Runs ranks, with restarts, until they succeed or give up; returns the exit code.
 
-    Args:
-        run_rank: Function to call in each rank's process, with the restarts that the metrics do
-            not contain yet; returns the exit code. Environment variables identify the rank.
-        num_ranks: Number of ranks.
-        max_restarts: Maximum number of restarts.
-        hang_s: Seconds without a heartbeat after which a rank counts as hung.
-        grace_s: Time that ranks have to exit after a request to stop.
+    `run_rank` is called in each rank's process, with the restarts that the metrics do not contain
+    yet, and returns the exit code; environment variables identify the rank. A rank without a
+    heartbeat for `hang_s` counts as hung. Ranks have `grace_s` to exit after a request to stop.
     """
     supervisor = _Supervisor(run_rank, num_ranks, hang_s, grace_s)
     policy = RestartPolicy(max_restarts)
