@@ -15,6 +15,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.cli.output import case_progress, work_progress
 from paceline.records.store import decode_record
+from tests.processes import call_paceline
 
 PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
 TINY = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2"]
@@ -230,17 +231,17 @@ def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     text = paceline("plan", "account", cwd=tmp_path).stdout
     assert "3,517.6 GB = 3,276 GiB" in text
     assert "B > 25,302 tokens, 395 per device" in text
-    lines = paceline("plan", "account", "--json", cwd=tmp_path).stdout.splitlines()
+    lines = call_paceline(tmp_path, "plan", "account", "--json").stdout.splitlines()
     assert [json.loads(line)["question"][:3] for line in lines] == ["(a)", "(b)", "(c)", "(d)"]
     memory = ["--model", "large", "--strategy", "zero2", "--device", "h100-sxm"]
-    (line,) = paceline("plan", "memory", *memory, "--json", cwd=tmp_path).stdout.splitlines()
-    verdict, *_ = paceline(
-        *("plan", "memory", "--num-layers", "2", "--device", "rtx-3090"), cwd=tmp_path
+    (line,) = call_paceline(tmp_path, "plan", "memory", *memory, "--json").stdout.splitlines()
+    verdict, *_ = call_paceline(
+        *(tmp_path, "plan", "memory", "--num-layers", "2", "--device", "rtx-3090")
     ).stdout.splitlines()
     assert re.match(r"fits: \d\.\d of 22\.4 GiB \(NVIDIA GeForce RTX 3090", verdict)
     assert json.loads(line)["values"]["fewest_ranks"] == 1
     overhead = ["--size", "100MB", "--bandwidth", "1GB/s", "--latency", "1ms"]
-    (line,) = paceline("plan", "overhead", *overhead, "--json", cwd=tmp_path).stdout.splitlines()
+    (line,) = call_paceline(tmp_path, "plan", "overhead", *overhead, "--json").stdout.splitlines()
     assert json.loads(line)["values"]["overhead_s"] == pytest.approx(0.02)
     assert set(json.loads(line)["steps"][0]) == {"formula", "numbers", "result"}
 

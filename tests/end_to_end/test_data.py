@@ -2,19 +2,17 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+
+from tests.processes import call_paceline, paceline
 
 _SENTENCE = "All this happened, more or less, to ship number {}. "
 
 
 def _paceline(*arguments: str, cwd: pathlib.Path, code: int = 0) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments], cwd=cwd, capture_output=True, text=True
-    )
+    result = call_paceline(cwd, *arguments)
     assert result.returncode == code, result.stderr
     return result.stdout if code != 2 else result.stderr
 
@@ -35,7 +33,8 @@ def test_from_text_to_a_verified_dataset(place: pathlib.Path) -> None:
     assert _paceline(*trained, cwd=place) == "tokenizer.json: 300 tokens\n"
     prepared = ("data", "prepare", "corpus", "--tokenizer", "tokenizer.json", "--out", "tokens")
     options = ("--heldout", "0.2", "--shard-tokens", "1000", "--workers", "2")
-    summary = json.loads(_paceline(*prepared, *options, "--json", cwd=place))
+    # In a process of its own, because it starts workers.
+    summary = json.loads(paceline(place, *prepared, *options, "--json").stdout)
     splits = summary["splits"]
     assert splits["train"]["num_documents"] + splits["heldout"]["num_documents"] == 30
     assert {reason: each["num_documents"] for reason, each in summary["dropped"].items()} == {

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.records import RecordStore
 from paceline.records.store import decode_record
+from tests.processes import call_paceline
 from tests.unit.record_factory import step_record
 
 PACELINE = str(pathlib.Path(sys.executable).with_name("paceline"))
@@ -25,6 +26,10 @@ def _complaint(*arguments: str, cwd: pathlib.Path, exit_code: int, **variables: 
         timeout=120,
         env={**os.environ, **variables},
     )
+    return _error_line(result, exit_code)
+
+
+def _error_line(result: "subprocess.CompletedProcess[str]", exit_code: int) -> str:
     assert result.returncode == exit_code, result.stderr
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -59,7 +64,7 @@ def test_no_torch(tmp_path: pathlib.Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path, arguments: list[str]) -> None:
     (tmp_path / "taken").write_text("a file, not a directory")
     RecordStore(tmp_path / "store.jsonl").append(step_record())
-    line = _complaint(*arguments, cwd=tmp_path, exit_code=1)
+    line = _error_line(call_paceline(tmp_path, *arguments), exit_code=1)
     assert "taken" in line
     assert line.endswith("; name another path")
 
@@ -88,7 +93,7 @@ def test_planning_without_torch(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_a_model_that_is_misspelt(tmp_path: pathlib.Path, verb: list[str]) -> None:
-    line = _complaint(*verb, "--model", "bytes34M", cwd=tmp_path, exit_code=2)
+    line = _error_line(call_paceline(tmp_path, *verb, "--model", "bytes34M"), exit_code=2)
     assert "unknown model 'bytes34M'; did you mean 'bytes-34M'?" in line
 
 

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from tests.end_to_end.zipf_text import prepare_text
-from tests.processes import paceline
+from tests.processes import call_paceline, paceline
 
 _LOOP = ("loop", "--budget", "8e13", "--exploration", "1", "--epochs", "64", "--json")
 _CLUSTER = ("loop", "--budget", "1e25", "--devices", "16384", "--exploration", "0.02", "--dry-run")
@@ -31,7 +31,7 @@ def test_a_cluster_is_planned_on_paper(tmp_path: pathlib.Path) -> None:
     assert plan["run"]["cost"] == pytest.approx(2 * plan["run"]["device_hours"])
     assert plan["parameters"]["low"] < plan["parameters"]["value"] < plan["parameters"]["high"]
     assert plan["layout"]["step_time_s"]["low"] < plan["layout"]["step_time_s"]["high"]
-    shown = paceline(tmp_path, *_CLUSTER, "--deadline", "24h").stdout
+    shown = call_paceline(tmp_path, *_CLUSTER, "--deadline", "24h").stdout
     for words in ("where it comes from", "goodput", "a checkpoint every", "after the deadline"):
         assert words in " ".join(shown.split())
 
@@ -45,13 +45,13 @@ def test_a_cluster_is_planned_on_paper(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_mistakes_are_named(tmp_path: pathlib.Path, arguments: tuple[str, ...], words: str) -> None:
-    refused = paceline(tmp_path, "loop", *arguments)
+    refused = call_paceline(tmp_path, "loop", *arguments)
     assert refused.returncode == 2
     assert words in refused.stderr
 
 
 def test_a_loop_is_planned_before_it_is_run(place: pathlib.Path) -> None:
-    planned = paceline(place, *_LOOP, "--dry-run")
+    planned = call_paceline(place, *_LOOP, "--dry-run")
     runs = [json.loads(line) for line in planned.stdout.splitlines()]
     assert runs[-1]["purpose"] == "final"
     assert runs[-1]["flops"] == pytest.approx(8e13, rel=0.05)
@@ -61,14 +61,14 @@ def test_a_loop_is_planned_before_it_is_run(place: pathlib.Path) -> None:
 def test_the_models_have_the_keys_of_the_config(place: pathlib.Path) -> None:
     keys = ("model.rope_theta=5e5", "model.norm_epsilon=1e-6", "model.tied_embeddings=true")
     changes = [word for key in keys for word in ("--set", key)]
-    planned = paceline(place, *_LOOP, *changes, "--dry-run")
+    planned = call_paceline(place, *_LOOP, *changes, "--dry-run")
     shapes = [json.loads(line)["shape"] for line in planned.stdout.splitlines()]
     found = {(s["rope_theta"], s["norm_epsilon"], s["tied_embeddings"]) for s in shapes}
     assert found == {(5e5, 1e-6, True)}
 
 
 def test_a_budget_for_too_few_sizes_is_refused(place: pathlib.Path) -> None:
-    refused = paceline(place, "loop", "--budget", "2e13", "--exploration", "1")
+    refused = call_paceline(place, "loop", "--budget", "2e13", "--exploration", "1")
     assert refused.returncode == 2
     assert "of 15 small runs" in refused.stderr
     assert "times as many FLOPs" in refused.stderr

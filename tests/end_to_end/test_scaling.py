@@ -1,4 +1,4 @@
-"""Tests of ``paceline scaling`` through its real entry point, in a subprocess."""
+"""Tests of ``paceline scaling`` as typed by a user; the first command runs in a subprocess."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import pytest
 from paceline.records.store import decode_record
 from paceline.scaling import synthetic_sweep
 from studies.scaling.fake_training_service import FakeTrainingService, random_truth, serve
+from tests.processes import call_paceline, paceline
 from tests.unit.scaling.surfaces import SURFACE
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,13 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def scaling(
     *arguments: str, cwd: pathlib.Path, exit_code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, "-m", "paceline", "scaling", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = call_paceline(cwd, "scaling", *arguments)
     assert result.returncode == exit_code, result.stderr + result.stdout
     return result
 
@@ -45,7 +40,10 @@ def runs(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def test_fit_prints_one_record_per_method_and_budget(runs: pathlib.Path) -> None:
     budgets = ["--budgets", "1e23", "1e24"]
-    result = scaling("fit", "runs.json", *budgets, "--draws", "100", "--json", cwd=runs.parent)
+    result = paceline(
+        runs.parent, "scaling", "fit", "runs.json", *budgets, "--draws", "100", "--json"
+    )
+    assert result.returncode == 0, result.stderr
     records = [decode_record(line.encode()) for line in result.stdout.splitlines()]
     methods = ("lowest_run", "parabola", "huber", "parametric")
     assert [record.case for record in records] == [

@@ -12,7 +12,7 @@ import pytest
 from paceline.scaling import read_sweep
 from paceline.training.run_directory import audit_run
 from tests.end_to_end.zipf_text import prepare_text
-from tests.processes import paceline, until
+from tests.processes import call_paceline, paceline, until
 
 _SWEEP = ("sweep", "base.toml", "--target", "8e12", "--json")
 
@@ -30,7 +30,7 @@ def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
     runs = [json.loads(line) for line in planned.stdout.splitlines()]
     assert [run["purpose"] for run in runs[:8]] == ["rate"] * 8
     assert not (place / "sweep").exists()
-    blind = paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
+    blind = call_paceline(place, *_SWEEP, "--set", "evaluation.sequences=0")
     assert blind.returncode == 2
     assert "evaluation.sequences is 0" in blind.stderr
 
@@ -38,7 +38,7 @@ def test_a_dry_run_plans_and_mistakes_are_named(place: pathlib.Path) -> None:
 def test_the_models_have_the_keys_of_the_config(place: pathlib.Path) -> None:
     keys = ("model.rope_theta=5e5", "model.norm_epsilon=1e-6", "model.tied_embeddings=true")
     changes = [word for key in keys for word in ("--set", key)]
-    planned = paceline(place, *_SWEEP, *changes, "--dry-run")
+    planned = call_paceline(place, *_SWEEP, *changes, "--dry-run")
     shapes = [json.loads(line)["shape"] for line in planned.stdout.splitlines()]
     found = {(s["rope_theta"], s["norm_epsilon"], s["tied_embeddings"]) for s in shapes}
     assert found == {(5e5, 1e-6, True)}

@@ -14,7 +14,7 @@ import tomllib
 
 import pytest
 
-from tests.processes import children_of
+from tests.processes import call_paceline, children_of
 
 _SMALL = (
     *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
@@ -55,14 +55,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for number in range(60):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number}: {text}")
     prepared = ("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens")
-    _paceline(tmp_path, *prepared, "--heldout", "0.2")
-    (tmp_path / "run.toml").write_text(_paceline(tmp_path, "train", "init"))
+    made = call_paceline(tmp_path, *prepared, "--heldout", "0.2")
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "run.toml").write_text(call_paceline(tmp_path, "train", "init").stdout)
     return tmp_path
 
 
 def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
     command = ("train", "run.toml", "--ranks", "2", *_SMALL)
-    assert "parameters" in _paceline(place, *command, "--dry-run")
+    assert "parameters" in call_paceline(place, *command, "--dry-run").stdout
     whole = _paceline(place, *command, "--set", "out=whole")
     assert whole.startswith("finished after step 40, loss ")
 
@@ -78,7 +79,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
 
     assert _paceline(place, *command) == whole.replace("whole", "run")
     assert _losses(place, "run") == _losses(place, "whole")
-    audited = _paceline(place, "data", "audit", "run")
+    audited = call_paceline(place, "data", "audit", "run").stdout
     assert audited == "run: 40 steps, every sample exactly once\n"
 
 

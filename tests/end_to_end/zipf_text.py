@@ -3,7 +3,7 @@
 import pathlib
 import random
 
-from tests.processes import paceline
+from tests.processes import call_paceline
 
 
 def prepare_text(place: pathlib.Path, config: str) -> None:
@@ -15,10 +15,10 @@ def prepare_text(place: pathlib.Path, config: str) -> None:
     for number in range(100):
         text = " ".join(chance.choices(words, weights, k=1500))
         (place / "corpus" / f"{number}.txt").write_text(text)
-    made = paceline(
+    made = call_paceline(
         place,
         *("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens"),
         *("--heldout", "0.1"),
     )
     assert made.returncode == 0, made.stderr
-    (place / config).write_text(paceline(place, "train", "init").stdout)
+    (place / config).write_text(call_paceline(place, "train", "init").stdout)
