@@ -46,6 +46,7 @@ _TOGETHER = {
     # These share expensive fixtures, which one worker builds once.
     "tests/end_to_end/test_train.py": "train",
     "tests/end_to_end/test_report_build.py": "report",
+    "tests/unit/loop/test_run.py": "loop",
 }
 """Files whose tests run sequentially in one worker, and the name of their shared resource."""
 

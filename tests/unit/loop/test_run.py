@@ -1,5 +1,6 @@
 """Tests of loops from budget to outcome, with runs whose losses lie on a known surface."""
 
+import dataclasses
 import pathlib
 import random
 from collections.abc import Sequence
@@ -8,35 +9,62 @@ import msgspec
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.loop.directory import LoopDirectory, LoopStoppedError
+from paceline.loop.directory import LoopDirectory, LoopStoppedError, Outcome
+from paceline.loop.run import LoopRunner
 from paceline.predict.history import read_history
 from tests.unit.loop.fake_machine import SPEC, FakeCalibration, make_runner
 from tests.unit.loop.fake_runs import BASE, SURFACE, FakeExecutor
 
 
-def test_a_budget_becomes_a_model_whose_loss_was_predicted(tmp_path: pathlib.Path) -> None:
-    stages: list[str] = []
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A loop that nothing interrupted."""
+
+    place: pathlib.Path
+    executor: FakeExecutor
+    runner: LoopRunner
+    outcome: Outcome
+    said: dict[str, list[str]]
+    """The lines of each stage."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> _Whole:
+    place = tmp_path_factory.mktemp("whole")
     executor = FakeExecutor()
-    runner = make_runner(tmp_path, executor, tell=lambda stage, _lines: stages.append(stage))
-    outcome = runner.run(SPEC, BASE)
-    assert list(dict.fromkeys(stages)) == ["calibrate", "fit", "choose", "plan", "train"]
-    model = runner.directory.model()
+    said: dict[str, list[str]] = {}
+
+    def tell(stage: str, lines: Sequence[str]) -> None:
+        said.setdefault(stage, []).extend(lines)
+
+    runner = make_runner(place, executor, tell=tell)
+    return _Whole(place, executor, runner, runner.run(SPEC, BASE), said)
+
+
+def test_a_budget_becomes_a_model_whose_loss_was_predicted(whole: _Whole) -> None:
+    assert list(whole.said) == ["calibrate", "fit", "choose", "plan", "train"]
+    model = whole.runner.directory.model()
     assert model is not None
     assert model.run.flops == pytest.approx(SPEC.budget, rel=0.01)
     assert model.extrapolation >= 8
     best = float(SURFACE.optimal_parameters(SPEC.budget))
     assert model.run.fitted_parameters == pytest.approx(best, rel=0.3)
-    (loss,) = [each for each in outcome.entries if each.quantity == "heldout_loss"]
+    (loss,) = [each for each in whole.outcome.entries if each.quantity == "heldout_loss"]
     assert loss.error == pytest.approx(0, abs=0.01)
     assert loss.is_inside
-    assert outcome.sweep_flops == pytest.approx(SPEC.budget, rel=0.15)
-    assert executor.made[-1] == "final"
+    assert whole.outcome.sweep_flops == pytest.approx(SPEC.budget, rel=0.15)
+    assert whole.executor.made[-1] == "final"
 
 
-def test_every_prediction_is_remembered_and_corrects_the_next(tmp_path: pathlib.Path) -> None:
-    runner = make_runner(tmp_path, FakeExecutor())
-    outcome = runner.run(SPEC, BASE)
-    history = read_history(tmp_path / "history.jsonl")
+def test_lines_say_what_each_stage_decided(whole: _Whole) -> None:
+    assert "predicted time " in whole.said["calibrate"][0]
+    assert "held-out loss" in whole.said["choose"][1]
+    assert "ranks" in whole.said["plan"][0]
+
+
+def test_every_prediction_is_remembered_and_corrects_the_next(whole: _Whole) -> None:
+    outcome = whole.outcome
+    history = read_history(whole.place / "history.jsonl")
     assert {each.quantity for each in history} == {
         *("step_time_s", "memory_bytes", "duration_s", "heldout_loss")
     }
@@ -46,20 +74,21 @@ def test_every_prediction_is_remembered_and_corrects_the_next(tmp_path: pathlib.
     assert memory.predicted is not None
     assert memory.predicted.low is not None
     assert memory.formula != memory.predicted.value
-    runner.run(SPEC, BASE)
-    assert read_history(tmp_path / "history.jsonl") == history
+    whole.runner.run(SPEC, BASE)
+    assert read_history(whole.place / "history.jsonl") == history
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(10))
-def test_a_loop_that_dies_comes_to_the_same_outcome(tmp_path: pathlib.Path, seed: int) -> None:
-    whole = make_runner(tmp_path / "whole", FakeExecutor()).run(SPEC, BASE)
+def test_a_loop_that_dies_comes_to_the_same_outcome(
+    whole: _Whole, tmp_path: pathlib.Path, seed: int
+) -> None:
     chance = random.Random(seed)
     made: list[str] = []
     calibrate = FakeCalibration()
     for _ in range(100):
         executor = FakeExecutor(dies_after=chance.randrange(1, 12))
-        runner = make_runner(tmp_path / "killed", executor, calibrate=calibrate)
+        runner = make_runner(tmp_path, executor, calibrate=calibrate)
         try:
             outcome = runner.run(SPEC, BASE)
         except KeyboardInterrupt:
@@ -69,7 +98,7 @@ def test_a_loop_that_dies_comes_to_the_same_outcome(tmp_path: pathlib.Path, seed
         break
     assert len(made) == len(set(made)) > 16
     assert calibrate.calls == [1, 2, 1, 2]
-    assert outcome == whole
+    assert outcome == whole.outcome
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_with_what_can(tmp_path: pathlib.Path) -> None:
@@ -103,18 +132,6 @@ def test_another_budget_needs_another_directory(tmp_path: pathlib.Path) -> None:
     (tmp_path / "loop.json").write_text("{")
     with pytest.raises(UsageError, match=r"loop\.json: not a file that a loop has written"):
         directory.spec()
-
-
-def test_lines_say_what_each_stage_decided(tmp_path: pathlib.Path) -> None:
-    said: dict[str, list[str]] = {}
-
-    def tell(stage: str, lines: Sequence[str]) -> None:
-        said.setdefault(stage, []).extend(lines)
-
-    make_runner(tmp_path, FakeExecutor(), tell=tell).run(SPEC, BASE)
-    assert "predicted time " in said["calibrate"][0]
-    assert "held-out loss" in said["choose"][1]
-    assert "ranks" in said["plan"][0]
 
 
 def test_a_layout_whose_pilot_run_fails_is_not_taken(tmp_path: pathlib.Path) -> None:
