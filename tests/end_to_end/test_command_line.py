@@ -227,21 +227,26 @@ def test_env_with_self_test(tmp_path: pathlib.Path) -> None:
     assert all(word in table for word in ("torch", "processor", "backends", "links", "attention"))
 
 
+def _planned(place: pathlib.Path, *arguments: str) -> list[str]:
+    """Plans in this process, and returns the printed lines."""
+    result = call_paceline(place, "plan", *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
 def test_plan_shows_its_working(tmp_path: pathlib.Path) -> None:
     text = paceline("plan", "account", cwd=tmp_path).stdout
     assert "3,517.6 GB = 3,276 GiB" in text
     assert "B > 25,302 tokens, 395 per device" in text
-    lines = call_paceline(tmp_path, "plan", "account", "--json").stdout.splitlines()
+    lines = _planned(tmp_path, "account", "--json")
     assert [json.loads(line)["question"][:3] for line in lines] == ["(a)", "(b)", "(c)", "(d)"]
     memory = ["--model", "large", "--strategy", "zero2", "--device", "h100-sxm"]
-    (line,) = call_paceline(tmp_path, "plan", "memory", *memory, "--json").stdout.splitlines()
-    verdict, *_ = call_paceline(
-        *(tmp_path, "plan", "memory", "--num-layers", "2", "--device", "rtx-3090")
-    ).stdout.splitlines()
+    (line,) = _planned(tmp_path, "memory", *memory, "--json")
+    verdict, *_ = _planned(tmp_path, "memory", "--num-layers", "2", "--device", "rtx-3090")
     assert re.match(r"fits: \d\.\d of 22\.4 GiB \(NVIDIA GeForce RTX 3090", verdict)
     assert json.loads(line)["values"]["fewest_ranks"] == 1
     overhead = ["--size", "100MB", "--bandwidth", "1GB/s", "--latency", "1ms"]
-    (line,) = call_paceline(tmp_path, "plan", "overhead", *overhead, "--json").stdout.splitlines()
+    (line,) = _planned(tmp_path, "overhead", *overhead, "--json")
     assert json.loads(line)["values"]["overhead_s"] == pytest.approx(0.02)
     assert set(json.loads(line)["steps"][0]) == {"formula", "numbers", "result"}
 

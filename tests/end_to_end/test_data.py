@@ -34,7 +34,9 @@ def test_from_text_to_a_verified_dataset(place: pathlib.Path) -> None:
     prepared = ("data", "prepare", "corpus", "--tokenizer", "tokenizer.json", "--out", "tokens")
     options = ("--heldout", "0.2", "--shard-tokens", "1000", "--workers", "2")
     # In a process of its own, because it starts workers.
-    summary = json.loads(paceline(place, *prepared, *options, "--json").stdout)
+    first = paceline(place, *prepared, *options, "--json")
+    assert first.returncode == 0, first.stderr
+    summary = json.loads(first.stdout)
     splits = summary["splits"]
     assert splits["train"]["num_documents"] + splits["heldout"]["num_documents"] == 30
     assert {reason: each["num_documents"] for reason, each in summary["dropped"].items()} == {

@@ -42,6 +42,13 @@ def _paceline(place: pathlib.Path, *arguments: str) -> str:
     return stdout
 
 
+def _here(place: pathlib.Path, *arguments: str) -> str:
+    """Does as `_paceline`, in this process."""
+    result = call_paceline(place, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def _losses(place: pathlib.Path, out: str) -> list[float]:
     lines = (place / out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row["loss"] for row in map(json.loads, lines) if row["kind"] == "step"]
@@ -55,15 +62,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for number in range(60):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number}: {text}")
     prepared = ("data", "prepare", "corpus", "--tokenizer", "bytes", "--out", "tokens")
-    made = call_paceline(tmp_path, *prepared, "--heldout", "0.2")
-    assert made.returncode == 0, made.stderr
-    (tmp_path / "run.toml").write_text(call_paceline(tmp_path, "train", "init").stdout)
+    _here(tmp_path, *prepared, "--heldout", "0.2")
+    (tmp_path / "run.toml").write_text(_here(tmp_path, "train", "init"))
     return tmp_path
 
 
 def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
     command = ("train", "run.toml", "--ranks", "2", *_SMALL)
-    assert "parameters" in call_paceline(place, *command, "--dry-run").stdout
+    assert "parameters" in _here(place, *command, "--dry-run")
     whole = _paceline(place, *command, "--set", "out=whole")
     assert whole.startswith("finished after step 40, loss ")
 
@@ -79,7 +85,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
 
     assert _paceline(place, *command) == whole.replace("whole", "run")
     assert _losses(place, "run") == _losses(place, "whole")
-    audited = call_paceline(place, "data", "audit", "run").stdout
+    audited = _here(place, "data", "audit", "run")
     assert audited == "run: 40 steps, every sample exactly once\n"
 
 
