@@ -9,11 +9,11 @@ Appends one `plan_search` record per layout to the store.
 import sys
 from collections.abc import Iterator
 
-from paceline.cli.plan.options import ClusterOptions
 from paceline.core.presets import find_preset
 from paceline.core.specs import DType
 from paceline.planner.search.advice import compare, pareto_front
 from paceline.planner.search.budget import estimate_run
+from paceline.planner.search.cluster_options import ClusterOptions
 from paceline.planner.search.search import Candidate, SearchResult, search
 from paceline.records import Metric, Record, RecordStore, capture_environment
 from studies.harness.study import study_parser

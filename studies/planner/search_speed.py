@@ -8,8 +8,8 @@ Appends one `plan_search_speed` record per search to the store.
 import sys
 import time
 
-from paceline.cli.plan.options import ClusterOptions
 from paceline.core import model_preset
+from paceline.planner.search.cluster_options import ClusterOptions
 from paceline.planner.search.search import search
 from studies.harness.records import append_record
 from studies.harness.study import in_fresh_process, resident_peak_bytes, study_parser

@@ -1,17 +1,15 @@
-"""``paceline bench``: measures, appends to the store, and prints."""
+"""``paceline bench`` and ``paceline calibrate``: measure, append to the store, and print."""
 
 import dataclasses
-import functools
-import operator
+import logging
 import pathlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
-
-import tyro
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from paceline.benchmarks.config import (
     AttentionSweep,
+    CalibrationSweep,
     CollectiveSweep,
     DataParallelSweep,
     KernelSweep,
@@ -19,15 +17,7 @@ from paceline.benchmarks.config import (
     OptimizerSweep,
     StepSweep,
 )
-from paceline.cli.output import (
-    DEFAULT_STORE,
-    AppendedStore,
-    Flat,
-    OutputOptions,
-    case_progress,
-    keep_records,
-    print_tables,
-)
+from paceline.cli.output import DEFAULT_STORE, AppendedStore, Flat, OutputOptions, case_progress
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,19 +44,21 @@ class SweepCommand(Generic[_Sweep]):
 
         from paceline.records.kinds import PREDICTION
 
+        # Enable only the benchmarks' messages, such as how automatic bucket sizes were chosen:
+        # under a launcher, the container on this rank logs the same ones.
+        logging.basicConfig(format="paceline: %(message)s")
+        logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
         records: list[Record] = []
         with case_progress(num_cases) as progress:
-            made = self.measure(progress.step)
-            for record in keep_records(made, self.store, self.output):
+            for record in self.output.keep(self._measure(progress.step), self.store):
                 records.append(record)
                 if record.kind != PREDICTION:
                     progress.next_case()
-        records += keep_records(self.predictions(records), self.store, self.output)
-        print_tables(records, self.output)
+        records += self.output.keep(self.predictions(records), self.store)
+        self.output.tables(records)
         return 1 if any(record.outcome in ("failed", "timeout") for record in records) else 0
 
-    def measure(self, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
-        """Yields the records of all cases."""
+    def _measure(self, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
         (function,) = (
             subject.records for subject in SUBJECTS.values() if subject.sweep is type(self.sweep)
         )
@@ -84,21 +76,6 @@ def _num_cases(sweep: Any) -> int:
     if isinstance(sweep, DataParallelSweep):
         return sum(len(case.variants) for case in sweep.cases())
     return len(list(sweep.cases()))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelCommand(SweepCommand[DataParallelSweep]):
-    """Measure every strategy, and log how automatic bucket sizes were chosen."""
-
-    def measure(self, on_progress: Callable[[int, int], None]) -> "Iterator[Record]":
-        """Yields the records of all cases."""
-        import logging
-
-        # Enable only the benchmarks' messages: under a launcher, the container on this rank logs
-        # the same ones.
-        logging.basicConfig(format="paceline: %(message)s")
-        logging.getLogger("paceline.benchmarks").setLevel(logging.INFO)
-        return super().measure(on_progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,38 +109,33 @@ SUBJECTS = {
     "step": Subject(StepSweep, "paceline.benchmarks.step:step_records"),
     "attention": Subject(AttentionSweep, "paceline.benchmarks.attention:attention_records"),
     "comm": Subject(CollectiveSweep, "paceline.benchmarks.collectives:collective_records"),
-    "ddp": Subject(
-        DataParallelSweep,
-        "paceline.benchmarks.strategies:data_parallel_records",
-        DataParallelCommand,
-    ),
+    "ddp": Subject(DataParallelSweep, "paceline.benchmarks.strategies:data_parallel_records"),
     "layout": Subject(LayoutSweep, "paceline.benchmarks.layouts:layout_records", LayoutCommand),
     "memory": Subject(OptimizerSweep, "paceline.benchmarks.optimizer_memory:optimizer_records"),
     "kernels": Subject(KernelSweep, "paceline.benchmarks.kernels:kernel_records"),
 }
 """Every subject of ``paceline bench``: a new benchmark is one entry here."""
 
-if TYPE_CHECKING:
-    AnySubject = SweepCommand[Any]
-else:
-    AnySubject = functools.reduce(
-        operator.or_,
-        (
-            Annotated[
-                subject.command or SweepCommand[subject.sweep],
-                tyro.conf.subcommand(name, description=subject.sweep.__doc__),
-            ]
-            for name, subject in SUBJECTS.items()
-        ),
-    )
+COMMANDS = {
+    name: (subject.command or SweepCommand[subject.sweep], subject.sweep.__doc__)
+    for name, subject in SUBJECTS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchCommand:
-    """Measure one part of training and append the records to a store."""
+class CalibrateCommand:
+    """Measure this machine for a minute, so that training steps can be predicted."""
 
-    subject: AnySubject
+    sweep: Flat[CalibrationSweep]
+    store: AppendedStore = DEFAULT_STORE
+    output: Flat[OutputOptions]
 
     def run(self) -> int:
-        """Measures the subject."""
-        return self.subject.run()
+        """Measures, appends to the store, and prints."""
+        from paceline.benchmarks.calibration import calibration_records
+
+        with case_progress(1) as progress:
+            made = calibration_records(self.sweep, progress.step)
+            records = list(self.output.keep(made, self.store))
+        self.output.tables(records)
+        return 0

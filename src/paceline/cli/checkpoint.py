@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import (
-    OutputOptions,
-    Place,
-    print_findings,
-    print_json,
-    say,
-    stdout_console,
-    transfer_progress,
-)
+from paceline.cli.output import OutputOptions, Place, say, transfer_progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,18 +21,11 @@ class ListCommand:
     def run(self) -> int:
         """Prints one line per checkpoint."""
         from paceline.checkpoint.catalog import list_checkpoints
-
-        found = list_checkpoints(self.place)
-        if self.output.json:
-            for summary in found:
-                print_json(summary)
-            return 0
-        if not found:
-            sys.stdout.write(f"{self.place}: no checkpoints\n")
-            return 0
         from paceline.reports.tables.training_run import checkpoints_table
 
-        stdout_console().print(checkpoints_table(found, self.place))
+        found = list_checkpoints(self.place)
+        table = checkpoints_table(found, self.place) if found else f"{self.place}: no checkpoints"
+        self.output.show(found, table)
         return 0
 
 
@@ -69,10 +54,10 @@ class VerifyCommand:
         for step in steps:
             with transfer_progress(f"step {step}") as progress:
                 findings = verify_checkpoint(self.place, step, progress)
-                num_wrong += print_findings(findings, self.output)
-        if not num_wrong and not self.output.json:
+                num_wrong += self.output.findings(findings)
+        if not num_wrong:
             what = "checkpoint is" if len(steps) == 1 else "checkpoints are"
-            sys.stdout.write(f"{self.place}: {len(steps):,} {what} intact\n")
+            self.output.show((), f"{self.place}: {len(steps):,} {what} intact")
         return 1 if num_wrong else 0
 
 
@@ -119,19 +104,3 @@ class ImportCommand:
 
         sys.stdout.write(config_template(import_model(self.directory, self.out)))
         return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointCommand:
-    """List, verify, export and import checkpoints of training runs."""
-
-    task: (
-        Annotated[ListCommand, tyro.conf.subcommand("list")]
-        | Annotated[VerifyCommand, tyro.conf.subcommand("verify")]
-        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
-        | Annotated[ImportCommand, tyro.conf.subcommand("import")]
-    )
-
-    def run(self) -> int:
-        """Runs the chosen task."""
-        return self.task.run()

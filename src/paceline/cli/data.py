@@ -2,29 +2,18 @@
 
 import dataclasses
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import (
-    Flat,
-    OutputOptions,
-    Place,
-    print_findings,
-    print_json,
-    print_result,
-    require_figure,
-    say,
-    stdout_console,
-    transfer_progress,
-)
+from paceline.cli.output import FigurePath, Flat, OutputOptions, Place, say, transfer_progress
 from paceline.core.errors import UsageError
 from paceline.data.prepare.config import PrepareConfig, TokenizerConfig
 
 if TYPE_CHECKING:
     from paceline.data.manifest import DatasetManifest
     from paceline.data.storage import Storage
+    from paceline.reports.tables.table import Table
 
 _EXCERPT_TOKENS = 48
 
@@ -42,9 +31,8 @@ class TokenizerCommand:
 
         with transfer_progress("reading") as progress:
             tokenizer = train_tokenizer(self.config, progress)
-        result = {"out": self.config.out, "vocab_size": tokenizer.vocab_size}
-        text = f"{self.config.out}: {tokenizer.vocab_size:,} tokens"
-        print_result(result, text, self.output)
+        row = {"out": self.config.out, "vocab_size": tokenizer.vocab_size}
+        self.output.show([row], f"{self.config.out}: {tokenizer.vocab_size:,} tokens")
         return 0
 
 
@@ -65,10 +53,8 @@ class PrepareCommand:
         else:
             with transfer_progress("tokenizing") as progress:
                 manifest = prepare(self.config, progress)
-        if self.output.json:
-            print_json(manifest_summary(manifest, self.config.out))
-        else:
-            _print_summary(manifest, self.config.out)
+        summary = manifest_summary(manifest, self.config.out)
+        self.output.show([summary], *_tables(manifest, self.config.out))
         return 0
 
 
@@ -93,7 +79,7 @@ class ExportCommand:
         storage = open_storage(self.place)
         write_megatron(storage, read_manifest(storage), self.split, self.out)
         written = [f"{self.out}.bin", f"{self.out}.idx"]
-        print_result({"written": written}, "\n".join(written), self.output)
+        self.output.show([{"written": written}], *written)
         return 0
 
 
@@ -109,12 +95,11 @@ class ShowCommand:
     """Number of documents whose beginning is printed."""
     context: int = 2048
     """Context length in tokens, marked in the figure."""
-    figure: pathlib.Path | None = None
+    figure: FigurePath | None = None
     """Also draw a histogram of document lengths: a file that ends in .png or .svg."""
     output: OutputOptions
 
     def __post_init__(self) -> None:
-        require_figure(self.figure)
         for flag, value in (("--documents", self.documents), ("--context", self.context)):
             if value < 1:
                 raise UsageError(f"{flag} must be at least 1")
@@ -130,12 +115,11 @@ class ShowCommand:
         if self.split not in manifest.splits:
             raise UsageError(f"{self.place} has no split {self.split!r}")
         lengths = document_lengths(storage, manifest, self.split)
-        if self.output.json:
-            print_json({**manifest_summary(manifest, self.place), "lengths": lengths})
-        else:
-            _print_summary(manifest, self.place)
-            for text in _beginnings(storage, manifest, self.split, self.documents):
-                sys.stdout.write(f"| {text}\n")
+        row = {**manifest_summary(manifest, self.place), "lengths": lengths}
+        beginnings = _beginnings(storage, manifest, self.split, self.documents)
+        self.output.show(
+            [row], *_tables(manifest, self.place), *(f"| {text}" for text in beginnings)
+        )
         if self.figure is not None:
             from paceline.reports.plots.training_run import plot_document_lengths
 
@@ -162,10 +146,10 @@ class VerifyCommand:
         storage = open_storage(self.place)
         manifest = read_manifest(storage)
         with transfer_progress(self.place) as progress:
-            num_wrong = print_findings(verify(storage, manifest, progress), self.output)
-        if not num_wrong and not self.output.json:
+            num_wrong = self.output.findings(verify(storage, manifest, progress))
+        if not num_wrong:
             num_shards = sum(map(manifest.num_shards, manifest.splits))
-            sys.stdout.write(f"{self.place}: {num_shards:,} shards are intact\n")
+            self.output.show((), f"{self.place}: {num_shards:,} shards are intact")
         return 1 if num_wrong else 0
 
 
@@ -182,30 +166,11 @@ class AuditCommand:
         from paceline.training.run_directory import audit_run
 
         num_steps, findings = audit_run(self.run_directory)
-        num_wrong = print_findings(findings, self.output)
-        if not num_wrong and not self.output.json:
-            sys.stdout.write(
-                f"{self.run_directory}: {num_steps:,} steps, every sample exactly once\n"
-            )
+        num_wrong = self.output.findings(findings)
+        if not num_wrong:
+            text = f"{self.run_directory}: {num_steps:,} steps, every sample exactly once"
+            self.output.show((), text)
         return 1 if num_wrong else 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataCommand:
-    """Prepare training data: train a tokenizer, write token shards, inspect and verify them."""
-
-    task: (
-        Annotated[TokenizerCommand, tyro.conf.subcommand("tokenizer")]
-        | Annotated[PrepareCommand, tyro.conf.subcommand("prepare")]
-        | Annotated[ShowCommand, tyro.conf.subcommand("show")]
-        | Annotated[VerifyCommand, tyro.conf.subcommand("verify")]
-        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
-        | Annotated[AuditCommand, tyro.conf.subcommand("audit")]
-    )
-
-    def run(self) -> int:
-        """Runs the chosen task."""
-        return self.task.run()
 
 
 def manifest_summary(manifest: "DatasetManifest", place: str) -> dict[str, object]:
@@ -230,13 +195,11 @@ def manifest_summary(manifest: "DatasetManifest", place: str) -> dict[str, objec
     }
 
 
-def _print_summary(manifest: "DatasetManifest", place: str) -> None:
+def _tables(manifest: "DatasetManifest", place: str) -> "list[Table]":
     from paceline.reports.tables.training_run import dropped_table, splits_table
 
-    console = stdout_console()
-    console.print(splits_table(manifest, place))
-    if manifest.dropped:
-        console.print(dropped_table(manifest))
+    dropped = [dropped_table(manifest)] if manifest.dropped else []
+    return [splits_table(manifest, place), *dropped]
 
 
 def _beginnings(

@@ -3,9 +3,11 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
+from paceline.cli.output import Flat, OutputOptions, say
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from paceline.kernels.attention.self_test import SelfTest
     from paceline.records import Metric, Record
 
@@ -43,12 +45,7 @@ class EnvironmentCommand:
         record = Record(
             kind="environment", case=case, environment=environment, metrics=metrics, outcome="ok"
         )
-        if self.output.json:
-            print_json(record)
-            for test in attention_tests:
-                print_json(test)
-        else:
-            _print_table(record, links)
+        self.output.show([record, *attention_tests], _table(record, links))
         return 0
 
 
@@ -100,7 +97,7 @@ def _attention_by_device() -> str:
     return "\n".join(f"{name}: {explain_backend(name)}" for name in names)
 
 
-def _print_table(record: "Record", links: list[str]) -> None:
+def _table(record: "Record", links: list[str]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
@@ -129,4 +126,4 @@ def _print_table(record: "Record", links: list[str]) -> None:
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(name, Text(value))  # Verbatim: brackets are not markup.
-    stdout_console().print(table)
+    return table

@@ -3,20 +3,12 @@
 import dataclasses
 import os
 import pathlib
-import sys
 import tempfile
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import (
-    Flat,
-    OutputOptions,
-    keep_records,
-    print_json,
-    require_figure,
-    stdout_console,
-)
+from paceline.cli.output import FigurePath, Flat, OutputOptions
 from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
@@ -74,14 +66,11 @@ class ChaosCommand:
     """Do not restart the command; leave restarts to the command itself."""
     reference: pathlib.Path | None = None
     """Directory of an undisturbed run; the losses must be bit-identical to its losses."""
-    figure: pathlib.Path | None = None
+    figure: FigurePath | None = None
     """Draw steps and faults over time: a file that ends in .png or .svg."""
     store: pathlib.Path | None = None
     """JSON Lines file to append one record per fault and one of the run to."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
-
-    def __post_init__(self) -> None:
-        require_figure(self.figure)
 
     def run(self) -> int:
         """Runs the command under chaos, audits it, and prints each fault and its effect."""
@@ -92,15 +81,12 @@ class ChaosCommand:
         config = self._config()
         outcome = run_chaos(config)
         made = chaos_records(config, outcome, self._audit(config), capture_environment())
-        records = list(keep_records(made, self.store, self.output))
+        records = list(self.output.keep(made, self.store))
         whole = next(record for record in records if record.kind == RUN)
-        if not self.output.json:
-            faults = [record for record in records if record.kind == FAULT]
-            console = stdout_console()
-            console.print(chaos_table(faults))
-            steps = whole.metrics["audited_steps"].value
-            verdict = whole.reason or f"finished; {steps:,.0f} steps audited, nothing wrong"
-            console.print(verdict, markup=False)
+        faults = [record for record in records if record.kind == FAULT]
+        steps = whole.metrics["audited_steps"].value
+        verdict = whole.reason or f"finished; {steps:,.0f} steps audited, nothing wrong"
+        self.output.show((), chaos_table(faults), verdict)
         if self.figure is not None:
             from paceline.reports.plots.reliability import plot_chaos
             from paceline.reports.plots.style import save_as
@@ -226,26 +212,8 @@ class SlurmCommand:
             if self.action == "stop":
                 stop_slurm(self.directory)
             status = slurm_status(self.directory)
-        if self.output.json:
-            print_json(status)
-        elif self.action == "start":
-            sys.stdout.write(f"export SLURM_CONF={status.configuration}\n")
-        else:
-            lines = [f"{status.state} in {status.directory}", *status.nodes]
-            sys.stdout.write("\n".join(lines) + "\n")
+        lines = [f"{status.state} in {status.directory}", *status.nodes]
+        if self.action == "start":
+            lines = [f"export SLURM_CONF={status.configuration}"]
+        self.output.show([status], *lines)
         return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LabCommand:
-    """Emulate a cluster on this machine: a slow network, a Slurm scheduler, faults."""
-
-    part: (
-        Annotated[RunCommand, tyro.conf.subcommand("run")]
-        | Annotated[SlurmCommand, tyro.conf.subcommand("slurm")]
-        | Annotated[ChaosCommand, tyro.conf.subcommand("chaos")]
-    )
-
-    def run(self) -> int:
-        """Runs a command in the lab or under chaos, or manages the Slurm cluster."""
-        return self.part.run()

@@ -1,36 +1,39 @@
-"""The table of verbs and the entry point, with error handling common to all verbs.
+"""The table of commands and the entry point, with error handling common to all commands.
 
 Results go to stdout, everything else to stderr.
 Neither this module nor any module that it imports may load torch or numpy: parsing flags needs the
-types of a verb, but not its implementation.
+types of a command, but not its implementation.
 """
 
+import functools
+import operator
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol
 
 import tyro
 
 import paceline
 from paceline.cli import (
     bench,
-    calibrate,
     checkpoint,
-    compare,
     data,
     environment,
     generate,
+    lab,
+    loop,
+    plan,
+    plan_search,
+    plan_step,
     profile,
     report,
+    scaling,
+    start,
+    sweep,
     train,
 )
-from paceline.cli.lab import LabCommand
 from paceline.cli.output import guarded
-from paceline.cli.plan.verb import PlanCommand
-from paceline.cli.scaling.loop import LoopCommand
-from paceline.cli.scaling.sweep import SweepCommand
-from paceline.cli.scaling.verb import ScalingCommand
-from paceline.cli.start import DemoCommand, goals_text, require_known_verb
+from paceline.core.errors import UsageError, did_you_mean
 
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
@@ -38,24 +41,79 @@ _DESCRIPTION = (
     "141 stdout was closed, 143 a training run was asked to stop and has saved a checkpoint."
 )
 
-Verb = (
-    Annotated[DemoCommand, tyro.conf.subcommand("demo")]
-    | Annotated[environment.EnvironmentCommand, tyro.conf.subcommand("env")]
-    | Annotated[bench.BenchCommand, tyro.conf.subcommand("bench")]
-    | Annotated[profile.ProfileCommand, tyro.conf.subcommand("profile")]
-    | Annotated[calibrate.CalibrateCommand, tyro.conf.subcommand("calibrate")]
-    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[ScalingCommand, tyro.conf.subcommand("scaling")]
-    | Annotated[SweepCommand, tyro.conf.subcommand("sweep")]
-    | Annotated[LoopCommand, tyro.conf.subcommand("loop")]
-    | Annotated[data.DataCommand, tyro.conf.subcommand("data")]
-    | Annotated[checkpoint.CheckpointCommand, tyro.conf.subcommand("checkpoint")]
-    | Annotated[train.TrainCommand, tyro.conf.subcommand("train")]
-    | Annotated[generate.GenerateCommand, tyro.conf.subcommand("generate")]
-    | Annotated[LabCommand, tyro.conf.subcommand("lab")]
-    | Annotated[compare.CompareCommand, tyro.conf.subcommand("compare")]
-    | Annotated[report.ReportCommand, tyro.conf.subcommand("report")]
-)
+COMMANDS: Mapping[str, Any] = {
+    "demo": start.DemoCommand,
+    "env": environment.EnvironmentCommand,
+    "bench": (bench.COMMANDS, "Measure one part of training and append the records to a store."),
+    "profile": (
+        {
+            "ddp": profile.ProfileDdpCommand,
+            "layout": profile.ProfileLayoutCommand,
+            "step": profile.ProfileStepCommand,
+            "trace": profile.TraceCommand,
+        },
+        "Show where the time and memory of a step go, on any machine.",
+    ),
+    "calibrate": bench.CalibrateCommand,
+    "plan": (
+        {
+            "account": plan.AccountCommand,
+            "overhead": plan.OverheadCommand,
+            "memory": plan.MemoryCommand,
+            "step": plan_step.PlanStepCommand,
+            "backtest": plan_step.BacktestCommand,
+            "goodput": plan.GoodputCommand,
+            "search": plan_search.SearchCommand,
+            "budget": plan_search.BudgetCommand,
+            "calibrate": plan_step.CalibrateRowsCommand,
+        },
+        "Predict time, memory, layouts and cost of training by arithmetic, before you run "
+        "anything.",
+    ),
+    "scaling": (
+        {"fit": scaling.FitCommand, "check": scaling.CheckCommand, "design": scaling.DesignCommand},
+        "Scaling laws: fit runs, check claims, design sweeps.",
+    ),
+    "sweep": sweep.SweepCommand,
+    "loop": loop.LoopCommand,
+    "data": (
+        {
+            "tokenizer": data.TokenizerCommand,
+            "prepare": data.PrepareCommand,
+            "show": data.ShowCommand,
+            "verify": data.VerifyCommand,
+            "export": data.ExportCommand,
+            "audit": data.AuditCommand,
+        },
+        "Prepare training data: train a tokenizer, write token shards, inspect and verify them.",
+    ),
+    "checkpoint": (
+        {
+            "list": checkpoint.ListCommand,
+            "verify": checkpoint.VerifyCommand,
+            "export": checkpoint.ExportCommand,
+            "import": checkpoint.ImportCommand,
+        },
+        "List, verify, export and import checkpoints of training runs.",
+    ),
+    "train": train.TrainCommand,
+    "generate": generate.GenerateCommand,
+    "lab": (
+        {"run": lab.RunCommand, "slurm": lab.SlurmCommand, "chaos": lab.ChaosCommand},
+        "Emulate a cluster on this machine: a slow network, a Slurm scheduler, faults.",
+    ),
+    "compare": report.CompareCommand,
+    "report": (
+        {
+            "table": report.TableCommand,
+            "plot": report.PlotCommand,
+            "build": report.BuildCommand,
+            "run": report.RunCommand,
+        },
+        "Make tables, plots and reports from records, and an HTML report of a training run.",
+    ),
+}
+"""Every command by name: the type of its options, or commands of its own, with a description."""
 
 _PARSING = (
     tyro.conf.OmitArgPrefixes,
@@ -65,22 +123,60 @@ _PARSING = (
 )
 
 
+class Command(Protocol):
+    """A command with its options."""
+
+    def run(self) -> int:
+        """Runs the command and returns its exit code."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, runs its verb, and returns the exit code."""
+    """Parses the command line, runs its command, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
         sys.stdout.write(f"paceline {paceline.__version__}\n")
         return 0
     if not arguments:
-        sys.stdout.write(goals_text())
+        sys.stdout.write(start.goals_text())
         return 0
     return guarded(lambda: parse(arguments).run())
 
 
-def parse(arguments: Sequence[str]) -> Verb:
-    """Parses a command line into a verb with its options; raises or exits if it is invalid."""
-    require_known_verb(arguments, Verb)
-    command: Verb = tyro.cli(
-        Verb, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
+def parse(arguments: Sequence[str]) -> Command:
+    """Parses a command line into a command with its options; raises or exits if it is invalid."""
+    _require_known(arguments)
+    command: Command = tyro.cli(
+        _union(COMMANDS), prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
     )
     return command
+
+
+def _require_known(arguments: Sequence[str]) -> None:
+    """Raises an error for a word in the position of a command that is not one."""
+    known, path = COMMANDS, "paceline"
+    for word in arguments:
+        if word.startswith("-"):
+            return
+        if word not in known:
+            listed = ", ".join(known)
+            raise UsageError(
+                f"{path}: no command {word!r}; {did_you_mean(word, known)}known: {listed}"
+            )
+        kind, _description = _kind_of(known[word])
+        if not isinstance(kind, Mapping):
+            return
+        known, path = kind, f"{path} {word}"
+
+
+def _union(commands: Mapping[str, Any]) -> Any:
+    """Returns the union of the commands' types, each annotated with its name, as tyro needs it."""
+    named = []
+    for name, command in commands.items():
+        kind, description = _kind_of(command)
+        kind = _union(kind) if isinstance(kind, Mapping) else kind
+        named.append(Annotated[kind, tyro.conf.subcommand(name, description=description)])
+    return functools.reduce(operator.or_, named)
+
+
+def _kind_of(command: Any) -> tuple[Any, str | None]:
+    return command if isinstance(command, tuple) else (command, None)

@@ -5,6 +5,7 @@ An expected error of a verb becomes one line on stderr and an exit code.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import sys
@@ -49,11 +50,69 @@ class OutputOptions:
     json: bool = False
     """Print results as JSON Lines on stdout, and nothing else."""
 
+    def show(self, rows: Iterable[object], *shown: object) -> None:
+        """Prints each row as JSON with --json, and otherwise tables, or text verbatim."""
+        if self.json:
+            for row in rows:
+                print_json(row)
+            return
+        for each in shown:
+            if isinstance(each, str):
+                sys.stdout.write(f"{each}\n")
+            else:
+                stdout_console().print(each)
 
-def require_figure(path: pathlib.Path | None) -> None:
-    """Raises an error if a figure path is given that does not end in .png or .svg."""
-    if path is not None and path.suffix not in (".png", ".svg"):
+    def keep(self, records: "Iterable[Record]", store: pathlib.Path | None) -> "Iterator[Record]":
+        """Appends each record to a store, prints it with --json, and yields it, one at a time."""
+        from paceline.records import RecordStore
+
+        for record in records:
+            if store is not None:
+                RecordStore(store).append(record)
+            if self.json:
+                print_json(record)
+            yield record
+
+    def tables(self, records: "Sequence[Record]") -> None:
+        """Prints a table per kind of measurement, with predictions; prints nothing with --json."""
+        if self.json:
+            return
+        from paceline.records.kinds import PREDICTION
+        from paceline.reports.tables.predictions import with_predictions
+        from paceline.reports.tables.table import records_table
+
+        for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
+            chosen = [record for record in records if record.kind == kind]
+            self.show((), records_table(with_predictions(chosen, records)))
+
+    def findings(self, findings: "Iterable[Finding | AuditFinding]") -> int:
+        """Prints each finding as soon as it is found, and returns their number."""
+        num_found = 0
+        for finding in findings:
+            num_found += 1
+            self.show([finding], str(finding))
+        return num_found
+
+
+def parse_figure(words: list[str]) -> pathlib.Path:
+    """Parses the path of a figure, whose ending names the format."""
+    path = pathlib.Path(words[0])
+    if path.suffix not in (".png", ".svg"):
         raise UsageError(f"--figure {path} must end in .png or .svg")
+    return path
+
+
+FigurePath = Annotated[
+    pathlib.Path,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=parse_figure,
+        is_instance=lambda value: isinstance(value, pathlib.Path),
+        str_from_instance=lambda path: [str(path)],
+    ),
+]
+"""A file that ends in .png or .svg."""
 
 
 def print_json(value: object) -> None:
@@ -62,51 +121,11 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
-def print_result(value: object, text: str, output: OutputOptions) -> None:
-    """Prints a result as JSON with --json, and otherwise as text."""
-    if output.json:
-        print_json(value)
-    else:
-        sys.stdout.write(f"{text}\n")
-
-
-def keep_records(
-    records: "Iterable[Record]", store: pathlib.Path | None, output: OutputOptions
-) -> "Iterator[Record]":
-    """Appends each record to a store, prints it with --json, and yields it, one at a time."""
-    from paceline.records import RecordStore
-
-    for record in records:
-        if store is not None:
-            RecordStore(store).append(record)
-        if output.json:
-            print_json(record)
-        yield record
-
-
-def print_tables(records: "Sequence[Record]", output: OutputOptions) -> None:
-    """Prints a table per kind of measurement, with predictions; prints nothing with --json."""
-    if output.json:
-        return
-    from paceline.records.kinds import PREDICTION
-    from paceline.reports.tables.predictions import with_predictions
-    from paceline.reports.tables.table import records_table
-
-    for kind in dict.fromkeys(record.kind for record in records if record.kind != PREDICTION):
-        chosen = [record for record in records if record.kind == kind]
-        stdout_console().print(records_table(with_predictions(chosen, records)))
-
-
-def print_findings(findings: "Iterable[Finding | AuditFinding]", output: OutputOptions) -> int:
-    """Prints each finding as soon as it is found, and returns their number."""
-    num_found = 0
-    for finding in findings:
-        num_found += 1
-        if output.json:
-            print_json(finding)
-        else:
-            sys.stdout.write(f"{finding}\n")
-    return num_found
+def require_positive(options: dict[str, float | None]) -> None:
+    """Raises an error for an option that is given but not positive and finite."""
+    for flag, value in options.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"{flag} is {value:g}; it must be positive and finite")
 
 
 def stdout_console() -> "Console":
@@ -194,12 +213,7 @@ def case_progress(num_cases: int) -> "Iterator[CaseProgress | PlainProgress]":
 
 @contextlib.contextmanager
 def work_progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Shows a task and its elapsed time on a terminal; yields a callback to advance it.
-
-    Args:
-        what: The task, such as "fitting every method".
-        total: Number of parts, used to estimate the remaining time; None if unknown.
-    """
+    """Shows a task, and its remaining time if its parts are counted; yields a callback per part."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     counted = () if total is None else (MofNCompleteColumn(), TimeRemainingColumn())
@@ -209,19 +223,7 @@ def work_progress(what: str, total: int | None = None) -> Iterator[Callable[[], 
 
 
 @contextlib.contextmanager
-def byte_progress(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
-    """Shows how much of a file has been read, on a terminal; yields a callback for the bytes."""
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-
-    # The uncompressed size of a gzipped file is not known in advance.
-    is_plain = path.suffix != ".gz" and path.exists()
-    with _bar(DownloadColumn(), TransferSpeedColumn()) as bar:
-        task = bar.add_task(path.name, total=path.stat().st_size if is_plain else None)
-        yield lambda num_bytes: bar.update(task, completed=num_bytes)
-
-
-@contextlib.contextmanager
-def transfer_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def transfer_progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
     """Shows transferred bytes, rate and remaining time, on a terminal; yields a callback."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 

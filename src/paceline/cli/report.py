@@ -1,24 +1,13 @@
-"""``paceline report``: tables, plots and reports from a store, and a report of one run."""
+"""``paceline report`` and ``paceline compare``: tables, plots, reports and regressions."""
 
 import dataclasses
 import os
 import pathlib
-import sys
 from typing import Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import (
-    DEFAULT_STORE,
-    Flat,
-    OutputOptions,
-    ReadStore,
-    print_json,
-    print_result,
-    say,
-    stdout_console,
-    work_progress,
-)
+from paceline.cli.output import DEFAULT_STORE, Flat, OutputOptions, ReadStore, say, work_progress
 from paceline.core.errors import UsageError
 from paceline.course import PresetName
 
@@ -67,17 +56,10 @@ class TableCommand:
                 raise UsageError(f"--kind {self.kind}: the store has {found}")
             records = [record for record in records if record.kind == self.kind]
         single_kind(records)
-        if self.output.json:
-            for record in records:
-                print_json(record)
-        elif self.format == "csv":
-            sys.stdout.write(render_csv(records))
-        else:
-            table = records_table(with_predictions(records, every), self.view)
-            if self.format == "markdown":
-                sys.stdout.write(render_markdown(table))
-            else:
-                stdout_console().print(table)
+        table = records_table(with_predictions(records, every), self.view)
+        texts = {"markdown": render_markdown(table), "csv": render_csv(records)}
+        shown = texts[self.format].rstrip("\n") if self.format in texts else table
+        self.output.show(records, shown)
         return 0
 
 
@@ -104,7 +86,7 @@ class PlotCommand:
             raise UsageError(f"nothing to draw: {self.store} has no measurements")
         for name in names:
             for path in save_figure(draw(name, records), self.out, name):
-                print_result({"plot": name, "path": str(path)}, str(path), self.output)
+                self.output.show([{"plot": name, "path": str(path)}], str(path))
         return 0
 
 
@@ -158,7 +140,7 @@ class BuildCommand:
         with work_progress("writing the report"):
             paths = write_report(list(store.read()), self.out, runs)
         for path in paths:
-            print_result({"path": str(path)}, str(path), self.output)
+            self.output.show([{"path": str(path)}], str(path))
         return 0
 
 
@@ -184,21 +166,42 @@ class RunCommand:
         page = self.run_directory / "report.html" if self.out is None else self.out
         with work_progress("writing the report"):
             write_run_page(self.run_directory, page)
-        print_result({"path": str(page)}, str(page), self.output)
+        self.output.show([{"path": str(page)}], str(page))
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportCommand:
-    """Make tables, plots and reports from records, and an HTML report of a training run."""
+class CompareCommand:
+    """Compare two stores of the same cases; the exit code is 1 if anything got worse.
 
-    form: (
-        Annotated[TableCommand, tyro.conf.subcommand("table")]
-        | Annotated[PlotCommand, tyro.conf.subcommand("plot")]
-        | Annotated[BuildCommand, tyro.conf.subcommand("build")]
-        | Annotated[RunCommand, tyro.conf.subcommand("run")]
-    )
+    Compares the times and bytes of every case that is in both stores. A change counts if it
+    exceeds --tolerance and the spread of the samples, so you can use this command as a CI gate.
+    """
+
+    before: Annotated[pathlib.Path, tyro.conf.Positional]
+    """Baseline store, such as main.jsonl."""
+    after: Annotated[pathlib.Path, tyro.conf.Positional]
+    """Store to compare with the baseline."""
+    tolerance: float = 0.05
+    """Relative growth of a median that is tolerated."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise UsageError(f"--tolerance is {self.tolerance:g}; it must not be negative")
 
     def run(self) -> int:
-        """Runs the chosen subcommand."""
-        return self.form.run()
+        """Prints all changes, the worst first; returns 1 if anything got worse."""
+        from paceline.records import RecordStore
+        from paceline.reports.comparison import compare_stores
+        from paceline.reports.tables.measurements import regression_table
+
+        before, after = (list(RecordStore(path).read()) for path in (self.before, self.after))
+        found = compare_stores(before, after, self.tolerance)
+        if not found.changes:
+            raise UsageError(
+                f"{self.before} and {self.after} have no case in common with times or bytes; "
+                "run the same measurement into both stores"
+            )
+        self.output.show(found.changes, regression_table(found, self.tolerance))
+        return 1 if found.worse else 0

@@ -1,14 +1,10 @@
-"""What a newcomer sees first: goals with their commands, the demo, and help with misspellings."""
+"""What a newcomer sees first: goals with their commands, and the demo."""
 
 import dataclasses
 import pathlib
-import sys
-import typing
-from collections.abc import Sequence
-from typing import Annotated, Any
 
-from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console
-from paceline.core.errors import UsageError, did_you_mean
+from paceline.cli.output import Flat, OutputOptions, say
+from paceline.core.errors import UsageError
 
 _GOALS = (
     ("see it work, in five minutes", "paceline demo"),
@@ -72,52 +68,7 @@ class DemoCommand:
         self.out.mkdir(parents=True, exist_ok=True)
         with termination_as_exit():
             made = Demo(directory=self.out, steps=self.steps, say=say).run()
-        if self.output.json:
-            print_json(made)
-            return 0
-        stdout_console().print(outcome_table(made.entries, "Predicted and measured"))
-        sys.stdout.write(
-            f"{PROMPT} → {made.sample}\n\npage: {made.page}\npicture: {made.picture}\n"
-        )
+        table = outcome_table(made.entries, "Predicted and measured")
+        text = f"{PROMPT} → {made.sample}\n\npage: {made.page}\npicture: {made.picture}"
+        self.output.show([made], table, text)
         return 0
-
-
-def require_known_verb(arguments: Sequence[str], verbs: Any) -> None:
-    """Raises an error for a word in the position of a command that is not one.
-
-    Args:
-        arguments: The command line.
-        verbs: The union of commands, each annotated with its name; a command may have a field
-            whose type is again such a union.
-    """
-    known, path = _named(verbs), "paceline"
-    for word in arguments:
-        if not known or word.startswith("-"):
-            return
-        if word not in known:
-            listed = ", ".join(known)
-            raise UsageError(
-                f"{path}: no command {word!r}; {did_you_mean(word, known)}known: {listed}"
-            )
-        path = f"{path} {word}"
-        known = {name: kind for hint in _hints(known[word]) for name, kind in _named(hint).items()}
-
-
-def _hints(command: type) -> list[Any]:
-    """Returns the types of a command's fields; empty if they cannot be resolved."""
-    try:
-        return list(typing.get_type_hints(command, include_extras=True).values())
-    except (NameError, TypeError):
-        # Types of options may be imported for type checking only.
-        return []
-
-
-def _named(annotation: Any) -> dict[str, Any]:
-    """Returns the types in a union that are named with tyro.conf.subcommand, by name."""
-    found: dict[str, Any] = {}
-    for each in typing.get_args(annotation):
-        if typing.get_origin(each) is Annotated:
-            kind, *remarks = typing.get_args(each)
-            names = [getattr(remark, "name", None) for remark in remarks]
-            found |= {name: kind for name in names if isinstance(name, str)}
-    return found

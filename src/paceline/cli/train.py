@@ -10,7 +10,7 @@ import msgspec
 import tyro
 
 from paceline.benchmarks.options import ModelName
-from paceline.cli.output import Flat, OutputOptions, guarded, print_json, say
+from paceline.cli.output import Flat, OutputOptions, guarded, say
 from paceline.core.errors import UsageError
 from paceline.core.processes import die_with_agent, termination_as_exit
 
@@ -114,10 +114,8 @@ class TrainCommand:
             predicted = msgspec.structs.replace(predicted, final_loss=self._final_loss(config))
             text = _forecast_text(predicted, memory)
             details = {name: getattr(predicted, name) for name in _FORECAST_KEYS}
-        if self.output.json:
-            print_json({"config": config, "forecast": details})
-        else:
-            sys.stdout.write(f"{encode_config(config)}\n{text}\n")
+        row = {"config": config, "forecast": details}
+        self.output.show([row], f"{encode_config(config)}\n{text}")
         return 0
 
     def _train(self, config: "RunConfig") -> int:
@@ -139,11 +137,8 @@ class TrainCommand:
             return launch(config, options)
 
     def _report(self, config: "RunConfig", outcome: "RunOutcome") -> None:
-        if self.output.json:
-            print_json(outcome)
-        else:
-            sys.stdout.write(f"{outcome.reason} after step {outcome.step:,}, loss ")
-            sys.stdout.write(f"{outcome.loss:.4f}; {config.out}\n")
+        text = f"{outcome.reason} after step {outcome.step:,}, loss {outcome.loss:.4f}"
+        self.output.show([outcome], f"{text}; {config.out}")
 
     def _final_loss(self, config: "RunConfig") -> "Estimate | None":
         """Predicts the final loss from smaller runs, if given."""

@@ -14,7 +14,7 @@ from paceline.benchmarks.config import (
     KernelSweep,
     OptimizerSweep,
 )
-from paceline.cli.bench import BenchCommand
+from paceline.cli.bench import SweepCommand
 from paceline.cli.main import parse
 from paceline.core import BatchShape, model_preset
 from paceline.core.units import GB
@@ -63,8 +63,8 @@ def test_every_command_leaves_the_records_that_it_is_known_by(preset: Any, quick
     cases = suite_cases(preset, quick=quick)
     for case in (each for each in cases if each.arguments[0] == "bench"):
         command = parse(shlex.split(shlex.join(case.arguments)))
-        assert isinstance(command, BenchCommand)
-        promised = list(_promised(command.subject.sweep))
+        assert isinstance(command, SweepCommand)
+        promised = list(_promised(command.sweep))
         for expected in case.expected:
             known = {name: expected[name] for name in expected.keys() - ELSEWHERE}
             assert any(known.items() <= each.items() for each in promised), (case.name, known)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.cli.scaling.sweep import SweepProgress
+from paceline.cli.sweep import SweepProgress
 from paceline.loop.executors import LocalExecutor, RunTask
 from paceline.loop.sweep import progress_text
 from paceline.loop.sweep_directory import SweepDirectory
@@ -37,7 +37,7 @@ def test_without_a_terminal_lines_come_now_and_then(
     with progress.open():
         progress.wait([_task(tmp_path)])
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr("paceline.cli.scaling.sweep._PAUSE_S", 0.0)
+        monkeypatch.setattr("paceline.cli.sweep._PAUSE_S", 0.0)
         progress.wait([_task(tmp_path)])
         assert capsys.readouterr().err == "fit-01: starting\n"
 

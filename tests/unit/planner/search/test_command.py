@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.plan.options import parse_batch_tokens, parse_count, parse_days
 from paceline.core import UsageError
+from paceline.planner.search.cluster_options import parse_batch_tokens, parse_count, parse_days
 
 SEARCH = ["plan", "search", "--model", "llama3-8b", "--devices", "16", "--batch-tokens", "512K"]
 

@@ -1,14 +1,14 @@
-"""Flags shared by `plan search`, `plan budget` and `loop`: cluster, batch and calibration.
+"""A cluster, a batch and a calibration as a user writes them, and the search that they ask for.
 
-Parses counts and times from the command line: 4M tokens, 1e24 FLOPs, 30d.
+Counts and times are text: 4M tokens, 1e24 FLOPs, 30d. The command line imports this module before
+it knows its command, so the planner, which needs numpy, is imported where it is used.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from paceline.benchmarks.options import listed
 from paceline.core.errors import UsageError
-from paceline.core.hardware import Device, find_device, known_devices
+from paceline.core.hardware import Device, find_device
 from paceline.core.specs import DType, Experts, ModelShape
 from paceline.core.units import parse_bytes, parse_quantity, parse_rate
 
@@ -71,9 +71,9 @@ UNNAMED_CONTEXT = 8192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """Flags of the cluster and the batch."""
+    """A cluster, a batch, and the calibration to predict them with."""
 
-    device: Annotated[str, listed(device.name for device in known_devices())] = "h100-sxm"
+    device: str = "h100-sxm"
     """Kind of device, from the hardware table."""
     devices_per_host: int = 8
     """Devices per host, which share the host's links."""

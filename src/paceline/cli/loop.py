@@ -2,19 +2,18 @@
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import Flat, OutputOptions, print_json, say, stdout_console, work_progress
-from paceline.cli.plan.options import UNNAMED_CONTEXT, ClusterOptions
-from paceline.cli.scaling import require_positive
-from paceline.cli.scaling.sweep import SweepProgress
+from paceline.cli.output import Flat, OutputOptions, require_positive, say, work_progress
+from paceline.cli.plan_search import ClusterFlags
+from paceline.cli.sweep import SweepProgress
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import parse_seconds
+from paceline.planner.search.cluster_options import UNNAMED_CONTEXT
 
 if TYPE_CHECKING:
     from paceline.loop.directory import LoopDirectory, LoopSpec, Outcome
@@ -63,8 +62,8 @@ class LoopCommand:
     """Print what the loop would do, what it costs and how certain that is, and stop."""
     devices: int | None = None
     """With --dry-run: plan for a cluster of this many devices of the kind --device."""
-    cluster: Flat[ClusterOptions] = dataclasses.field(
-        default_factory=lambda: ClusterOptions(batch_tokens=_BY_LAW)
+    cluster: Flat[ClusterFlags] = dataclasses.field(
+        default_factory=lambda: ClusterFlags(batch_tokens=_BY_LAW)
     )
     output: Flat[OutputOptions]
 
@@ -90,6 +89,7 @@ class LoopCommand:
         if self.devices is not None:
             return self._plan_on_cluster(self.devices)
         from paceline.loop.directory import PAGE, LoopDirectory
+        from paceline.reports.tables.predictions import outcome_table
         from paceline.training.toml_config import read_config
 
         base = read_config(self.config, self.set)
@@ -99,14 +99,8 @@ class LoopCommand:
         directory = LoopDirectory(self.out)
         outcome = self._go_round(directory, spec, base)
         self._write_page(directory)
-        if self.output.json:
-            for entry in outcome.entries:
-                print_json(entry)
-        else:
-            from paceline.reports.tables.predictions import outcome_table
-
-            caption = f"{self.budget:.3g} FLOPs: predicted and measured"
-            stdout_console().print(outcome_table(outcome.entries, caption))
+        caption = f"{self.budget:.3g} FLOPs: predicted and measured"
+        self.output.show(outcome.entries, outcome_table(outcome.entries, caption))
         say(f"page: {self.out / PAGE}")
         return 0
 
@@ -184,14 +178,11 @@ class LoopCommand:
 
         require_sizes(spec.sweep)
         runs = [*first_runs(spec.sweep), expected_final(spec)]
-        if self.output.json:
-            for run in runs:
-                print_json(run)
-            return 0
-        stdout_console().print(plan_table(runs, [None] * len(runs)))
-        sys.stdout.write(
+        self.output.show(
+            runs,
+            plan_table(runs, [None] * len(runs)),
             "final is the model that published scaling laws suggest; the sweep decides which model "
-            "is trained. Times are predicted after the calibration, the first stage of the loop\n"
+            "is trained. Times are predicted after the calibration, the first stage of the loop",
         )
         return 0
 
@@ -219,16 +210,13 @@ class LoopCommand:
                 price=cluster.price,
                 device_interval_h=cluster.failure_interval_h,
             )
-        if self.output.json:
-            row = {"kind": "loop", "budget": plan.budget, "devices": devices}
-            row |= {"parameters": plan.parameters, "loss": plan.loss, "shape": plan.shape}
-            row |= {"tokens": plan.tokens, "layout": plan.found.best, "run": plan.run}
-            row |= {"sweep_flops": plan.sweep_flops, "sweep_days": plan.sweep_days}
-            print_json(row | {"wasted": plan.wasted, "source": plan.found.performance.note})
-            return 0
-        console = stdout_console()
-        console.print(cluster_table(plan, in_time(plan, self._deadline_s)))
-        console.print(advice_table(plan.changes))
+        row = {"kind": "loop", "budget": plan.budget, "devices": devices}
+        row |= {"parameters": plan.parameters, "loss": plan.loss, "shape": plan.shape}
+        row |= {"tokens": plan.tokens, "layout": plan.found.best, "run": plan.run}
+        row |= {"sweep_flops": plan.sweep_flops, "sweep_days": plan.sweep_days}
+        row |= {"wasted": plan.wasted, "source": plan.found.performance.note}
+        table = cluster_table(plan, in_time(plan, self._deadline_s))
+        self.output.show([row], table, advice_table(plan.changes))
         return 0
 
 

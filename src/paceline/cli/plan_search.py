@@ -5,22 +5,15 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from paceline.benchmarks.options import ModelName, listed
-from paceline.cli.output import (
-    Flat,
-    OutputOptions,
-    print_json,
-    require_figure,
-    say,
-    stdout_console,
-    work_progress,
-)
-from paceline.cli.plan.options import UNNAMED_CONTEXT, ClusterOptions, parse_count, parse_days
+from paceline.cli.output import FigurePath, Flat, OutputOptions, say, work_progress
 from paceline.core.errors import UsageError
+from paceline.core.hardware import known_devices
 from paceline.core.presets import (
     find_preset,
     mixture_names,
@@ -30,15 +23,30 @@ from paceline.core.presets import (
 )
 from paceline.core.runnable import Work, unsupported_reasons
 from paceline.core.specs import ModelShape
+from paceline.planner.search.cluster_options import (
+    UNNAMED_CONTEXT,
+    ClusterOptions,
+    parse_count,
+    parse_days,
+)
 
 if TYPE_CHECKING:
     from paceline.planner.search.advice import Change, Comparison, FrontPoint
     from paceline.planner.search.budget import Budget, RunEstimate
     from paceline.planner.search.search import SearchResult
+    from paceline.reports.tables.table import Table
 
 
 SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), preset_spelling)]
 """A dense or mixture-of-experts preset."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterFlags(ClusterOptions):
+    """Flags of the cluster and the batch."""
+
+    device: Annotated[str, listed(device.name for device in known_devices())] = "h100-sxm"
+    """Kind of device, from the hardware table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,7 @@ class SearchCommand:
     """Model preset; mixtures of experts also have an expert-parallel axis."""
     devices: int = 64
     """Number of devices of the cluster."""
-    cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
+    cluster: Flat[ClusterFlags] = dataclasses.field(default_factory=ClusterFlags)
     tokens: str | None = None
     """Training tokens of the run, such as 1e12 or 15T: adds days with goodput, and device-hours."""
     top: int = 8
@@ -65,7 +73,7 @@ class SearchCommand:
     """Search only layouts that paceline train can run."""
     advice: bool = True
     """List what would help, from searches with one thing changed; --no-advice leaves it out."""
-    figure: pathlib.Path | None = None
+    figure: FigurePath | None = None
     """Also draw days over device-hours for several numbers of devices: a .png or .svg file."""
     out: pathlib.Path | None = None
     """Directory for plan.json, torchtitan.toml, megatron.args, commands.sh of the best layout."""
@@ -74,7 +82,6 @@ class SearchCommand:
     def __post_init__(self) -> None:
         if self.devices < 1 or self.top < 1:
             raise UsageError("--devices and --top must be at least 1")
-        require_figure(self.figure)
 
     def run(self) -> int:
         """Searches and prints the best layouts."""
@@ -100,10 +107,8 @@ class SearchCommand:
             offered = list(variations(result.best, spec, performance, lower))
             with work_progress("searching what would help", len(offered)) as done:
                 changes = sensitivity(result.best, spec, offered, done)
-        if self.output.json:
-            self._print_json(result, runs, compared, changes)
-        else:
-            self._print_tables(result, runs, compared, changes)
+        rows = self._rows(result, runs, compared, changes)
+        self.output.show(rows, *self._tables(result, runs, compared, changes))
         if self.figure is not None:
             self._draw(result, tokens)
         if self.out is not None:
@@ -123,13 +128,13 @@ class SearchCommand:
             experts=result.spec.experts,
         )
 
-    def _print_tables(
+    def _tables(
         self,
         result: "SearchResult",
         runs: "list[RunEstimate] | None",
         compared: "list[Comparison]",
         changes: "list[Change]",
-    ) -> None:
+    ) -> "list[Table]":
         from paceline.reports.tables.planning import (
             advice_table,
             comparison_table,
@@ -137,47 +142,41 @@ class SearchCommand:
             search_table,
         )
 
-        console = stdout_console()
         notes = [*([] if runs is None else run_lines(runs[0])), result.performance.note]
         if self.runnable:
             notes.append("These rates are not those of paceline train: measure, or use plan step.")
-        console.print(search_table(result, runs, notes))
-        for comparison in compared:
-            console.print(comparison_table(comparison))
-        if changes:
-            console.print(advice_table(changes))
+        advice = [advice_table(changes)] if changes else []
+        return [search_table(result, runs, notes), *map(comparison_table, compared), *advice]
 
-    def _print_json(
+    def _rows(
         self,
         result: "SearchResult",
         runs: "list[RunEstimate] | None",
         compared: "list[Comparison]",
         changes: "list[Change]",
-    ) -> None:
+    ) -> Iterator[dict[str, object]]:
         from paceline.planner.search.advice import not_told_apart
 
-        print_json(
-            {
-                "kind": "search",
-                "model": self.model,
-                "devices": self.devices,
-                "device": self.cluster.device,
-                "calibration": result.performance.name,
-                "candidates": result.num_candidates,
-                "fitting": result.num_fitting,
-                "elapsed_s": result.elapsed_s,
-                "not_told_apart": not_told_apart(result.choices),
-            }
-        )
+        yield {
+            "kind": "search",
+            "model": self.model,
+            "devices": self.devices,
+            "device": self.cluster.device,
+            "calibration": result.performance.name,
+            "candidates": result.num_candidates,
+            "fitting": result.num_fitting,
+            "elapsed_s": result.elapsed_s,
+            "not_told_apart": not_told_apart(result.choices),
+        }
         for place, choice in enumerate(result.choices):
             run = None if runs is None else runs[place]
             row = {"kind": "layout", "rank": place + 1, "name": choice.name, "bound": choice.bound}
             row |= {"bubble": choice.bubble_share, "exposed": choice.exposed_share}
-            print_json(row | {"choice": choice, "run": run})
+            yield row | {"choice": choice, "run": run}
         for comparison in compared:
-            print_json({"kind": "comparison", "reason": comparison.reason, "pair": comparison})
+            yield {"kind": "comparison", "reason": comparison.reason, "pair": comparison}
         for change in changes:
-            print_json({"kind": "change", "change": change})
+            yield {"kind": "change", "change": change}
 
     def _draw(self, result: "SearchResult", tokens: float | None) -> None:
         from paceline.planner.search.advice import pareto_front
@@ -223,12 +222,13 @@ class BudgetCommand:
     """Maximum duration of the run, such as 30d, 12h or 2w."""
     model: ModelName | None = None
     """Model preset; by default, the size that spends the budget at 20 tokens per parameter."""
-    cluster: Flat[ClusterOptions] = dataclasses.field(default_factory=ClusterOptions)
+    cluster: Flat[ClusterFlags] = dataclasses.field(default_factory=ClusterFlags)
     output: Flat[OutputOptions]
 
     def run(self) -> int:
         """Searches all numbers of devices and prints a table."""
         from paceline.planner.search.budget import plan_budget
+        from paceline.reports.tables.planning import budget_table
 
         flops = parse_count(self.flops, "flops", "1e24")
         days = parse_days(self.deadline)
@@ -243,16 +243,9 @@ class BudgetCommand:
             price=self.cluster.price,
             device_interval_h=self.cluster.failure_interval_h,
         )
-        if self.output.json:
-            self._print_json(found)
-        else:
-            from paceline.reports.tables.planning import budget_table
-
-            stdout_console().print(
-                budget_table(
-                    found, self._model_text(shape), self.cluster.device, (performance.note,)
-                )
-            )
+        notes = (performance.note,)
+        table = budget_table(found, self._model_text(shape), self.cluster.device, notes)
+        self.output.show(_budget_rows(found), table)
         return 0
 
     def _shape(self, flops: float) -> ModelShape:
@@ -271,8 +264,9 @@ class BudgetCommand:
         name = self.model or "20 tokens per parameter"
         return f"{name} ({billions:.3g} billion parameters: {dimensions})"
 
-    def _print_json(self, found: "Budget") -> None:
-        for point in found.points:
-            is_smallest, is_cheapest = point is found.smallest, point is found.cheapest
-            row = {"kind": "budget", "smallest": is_smallest, "cheapest": is_cheapest}
-            print_json(row | {"layout": point.choice.name, "point": point})
+
+def _budget_rows(found: "Budget") -> Iterator[dict[str, object]]:
+    for point in found.points:
+        is_smallest, is_cheapest = point is found.smallest, point is found.cheapest
+        row = {"kind": "budget", "smallest": is_smallest, "cheapest": is_cheapest}
+        yield row | {"layout": point.choice.name, "point": point}

@@ -4,15 +4,13 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_json, say, stderr_console, stdout_console
-from paceline.cli.scaling import require_positive
+from paceline.cli.output import OutputOptions, require_positive, say, stderr_console
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -85,6 +83,7 @@ class SweepCommand:
 
     def run(self) -> int:
         """Runs the sweep, or prints its plan."""
+        from paceline.loop.sweep import sweep_table
         from paceline.loop.sweep_design import CHECKS, FIT
         from paceline.loop.sweep_directory import ROWS, SweepDirectory
         from paceline.training.toml_config import read_config
@@ -95,16 +94,8 @@ class SweepCommand:
             return self._print_plan(spec, base)
         directory = SweepDirectory(self.out)
         findings = self._make(directory, spec, base)
-        if self.output.json:
-            for row in directory.rows(*CHECKS, FIT):
-                print_json(row)
-            for finding in findings:
-                print_json(finding)
-        else:
-            from paceline.loop.sweep import sweep_table
-
-            stdout_console().print(sweep_table(directory))
-            sys.stdout.writelines(f"{finding}\n" for finding in findings)
+        rows = [*directory.rows(*CHECKS, FIT), *findings]
+        self.output.show(rows, sweep_table(directory), *map(str, findings))
         say(f"next: paceline scaling fit {self.out / ROWS} --budgets {self.target:g}")
         return 0
 
@@ -129,17 +120,14 @@ class SweepCommand:
             forecast(run_config(base, run, self.out), self.ranks, self.calibration).duration_s
             for run in runs
         ]
-        if self.output.json:
-            for run in runs:
-                print_json(run)
-            return 0
-        stdout_console().print(plan_table(runs, times))
-        if self.calibration is None:
-            say("times: not predicted; give --calibration records of paceline calibrate")
-        sys.stdout.write(
+        self.output.show(
+            runs,
+            plan_table(runs, times),
             f"then about {refining_flops(spec):.3g} FLOPs on runs of up to "
-            f"{spec.largest:.3g}, near the model sizes that do best in these runs\n"
+            f"{spec.largest:.3g}, near the model sizes that do best in these runs",
         )
+        if self.calibration is None and not self.output.json:
+            say("times: not predicted; give --calibration records of paceline calibrate")
         return 0
 
     def _make(
@@ -184,11 +172,7 @@ class SweepCommand:
 
 
 class SweepProgress:
-    """Shows the progress of a sweep: a live table on a terminal, lines elsewhere.
-
-    Args:
-        directory: The sweep.
-    """
+    """Shows the progress of a sweep: a live table on a terminal, lines elsewhere."""
 
     def __init__(self, directory: "SweepDirectory") -> None:
         self._directory = directory

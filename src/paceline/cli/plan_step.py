@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.benchmarks.options import ModelName, StrategyChoice
-from paceline.cli.output import (
-    Flat,
-    OutputOptions,
-    keep_records,
-    print_json,
-    require_figure,
-    stdout_console,
-)
+from paceline.cli.output import FigurePath, Flat, OutputOptions
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, require_context
@@ -81,9 +74,8 @@ class PlanStepCommand:
             for place in places
             for case in self._cases(place.world_size)
         ]
-        predictions = list(keep_records(predictions, self.store, self.output))
-        if not self.output.json:
-            stdout_console().print(records_table(predictions))
+        predictions = list(self.output.keep(predictions, self.store))
+        self.output.show((), records_table(predictions))
         return 0
 
     def _cases(self, world_size: int) -> "Iterator[PredictedCase]":
@@ -113,14 +105,13 @@ class BacktestCommand:
     """Files with predictions of paceline plan step and records of paceline bench ddp."""
     holdout: tuple[pathlib.Path, ...] = ()
     """Files with held-out cases, predicted from the other files and left out of the summary."""
-    figure: pathlib.Path | None = None
+    figure: FigurePath | None = None
     """Also draw all cases: a file that ends in .png or .svg."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
         if not self.records and (self.holdout or self.figure is not None):
             raise UsageError("--holdout and --figure need files of records; give them as arguments")
-        require_figure(self.figure)
 
     def run(self) -> int:
         """Predicts each case from the others; without files, summarises the history of runs."""
@@ -133,14 +124,10 @@ class BacktestCommand:
         held_out = leave_one_out(cases)
         if self.holdout:
             held_out += predict_others(_read_cases(self.holdout), cases)
-        if self.output.json:
-            for each in held_out:
-                print_json(each)
-            found = accuracy(held_out[: len(cases)])
-            row = {"num_cases": found.num_predicted, "coverage": found.coverage}
-            print_json(row | dataclasses.asdict(found))
-        else:
-            stdout_console().print(backtest_table(held_out, counted=len(cases)))
+        found = accuracy(held_out[: len(cases)])
+        row = {"num_cases": found.num_predicted, "coverage": found.coverage}
+        rows = [*held_out, row | dataclasses.asdict(found)]
+        self.output.show(rows, backtest_table(held_out, counted=len(cases)))
         if self.figure is not None:
             from paceline.reports.plots.planning import plot_backtest
             from paceline.reports.plots.style import save_as
@@ -159,11 +146,8 @@ class BacktestCommand:
                 f"{path}: no predictions yet; paceline loop, and paceline train with "
                 "--calibration, write them"
             )
-        if self.output.json:
-            for quantity, each in found.items():
-                print_json({"quantity": quantity} | dataclasses.asdict(each))
-        else:
-            stdout_console().print(coverage_table(found, f"All predictions in {path}"))
+        rows = [{"quantity": name} | dataclasses.asdict(each) for name, each in found.items()]
+        self.output.show(rows, coverage_table(found, f"All predictions in {path}"))
         return 0
 
 
@@ -219,9 +203,6 @@ class CalibrateRowsCommand:
         made = [each for cases in pools.values() for each in build_calibrations(cases)]
         if self.out is not None:
             write_calibrations(made, self.out)
-        if self.output.json:
-            for each in made:
-                print_json({"name": each.name, "rows": len(each.rows), **each.constants})
-        else:
-            stdout_console().print(calibrations_table(made))
+        rows = [{"name": each.name, "rows": len(each.rows), **each.constants} for each in made]
+        self.output.show(rows, calibrations_table(made))
         return 0

@@ -2,13 +2,11 @@
 
 import dataclasses
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import OutputOptions, print_json, say, stdout_console, work_progress
-from paceline.cli.scaling import require_positive
+from paceline.cli.output import OutputOptions, require_positive, say, work_progress
 from paceline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +59,7 @@ class FitCommand:
 
     def run(self) -> int:
         """Prints decisions and findings, and draws plots if requested."""
+        from paceline.reports.tables.scaling import methods_table, run_text, waste_table
         from paceline.scaling.decide import decide
         from paceline.scaling.diagnose import diagnose
         from paceline.scaling.records import decision_records
@@ -81,18 +80,10 @@ class FitCommand:
                     say(str(finding))
             raise
         findings = diagnose(found, self.budgets)
-        if self.output.json:
-            for record in decision_records(decisions, findings):
-                print_json(record)
-        else:
-            from paceline.reports.tables.scaling import methods_table, run_text, waste_table
-
-            console = stdout_console()
-            console.print(methods_table(found, decisions))
-            for decision in decisions:
-                console.print(waste_table(decision))
-                sys.stdout.write(f"{run_text(decision)}\n")
-            _print_findings(findings)
+        shown: list[object] = [methods_table(found, decisions)]
+        for decision in decisions:
+            shown += (waste_table(decision), run_text(decision))
+        self.output.show(decision_records(decisions, findings), *shown, *_lines(findings))
         if self.plots is not None:
             from paceline.reports.plots.scaling_laws import SCALING_PLOTS
             from paceline.reports.plots.style import save_figure
@@ -144,15 +135,15 @@ class CheckCommand:
             cost, findings = check_allocation(found, self.budget, self.parameters, tokens)
         if self.coefficients is not None:
             findings += check_coefficients(found, self.coefficients, self.budget)
-        if self.output.json:
-            print_json(claim_record(self.budget, self.parameters, tokens, cost, findings))
-            return 0
+        lines = _lines(findings)
         if cost is not None:
-            sys.stdout.write(
+            lines.insert(
+                0,
                 f"loss {cost.loss:.4f}, best model {cost.best_loss:.4f}; spends "
-                f"{cost.spent:.2f} of the budget and wastes {cost.wasted:.1%} of that\n"
+                f"{cost.spent:.2f} of the budget and wastes {cost.wasted:.1%} of that",
             )
-        _print_findings(findings)
+        record = claim_record(self.budget, self.parameters, tokens, cost, findings)
+        self.output.show([record], *lines)
         return 0
 
 
@@ -198,28 +189,10 @@ class DesignCommand:
         for run in runs:
             posterior = after_buying(posterior, run.parameters, run.tokens)
         records = [run_record(run) for run in runs]
-        if self.output.json:
-            for record in (*records, design_record(posterior, self.target)):
-                print_json(record)
-        else:
-            stdout_console().print(runs_table(records))
-            sys.stdout.write(f"expected {describe_design(posterior, self.target)}\n")
+        rows = [*records, design_record(posterior, self.target)]
+        text = f"expected {describe_design(posterior, self.target)}"
+        self.output.show(rows, runs_table(records), text)
         return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScalingCommand:
-    """Scaling laws: fit runs, check claims, design sweeps."""
-
-    task: (
-        Annotated[FitCommand, tyro.conf.subcommand("fit")]
-        | Annotated[CheckCommand, tyro.conf.subcommand("check")]
-        | Annotated[DesignCommand, tyro.conf.subcommand("design")]
-    )
-
-    def run(self) -> int:
-        """Runs the chosen task."""
-        return self.task.run()
 
 
 def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
@@ -232,6 +205,5 @@ def _read_and_fit(runs: pathlib.Path, options: FitOptions) -> "ScalingFit":
         return fit(sweep, num_draws=options.draws, seed=options.seed)
 
 
-def _print_findings(findings: "Sequence[Finding]") -> None:
-    lines = [str(finding) for finding in findings] or ["no findings"]
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+def _lines(findings: "Sequence[Finding]") -> list[str]:
+    return [str(finding) for finding in findings] or ["no findings"]

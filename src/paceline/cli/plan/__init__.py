@@ -1,1 +1,0 @@
-"""``paceline plan`` and its subcommands."""
