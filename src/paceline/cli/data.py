@@ -116,10 +116,10 @@ class ShowCommand:
             raise UsageError(f"{self.place} has no split {self.split!r}")
         lengths = document_lengths(storage, manifest, self.split)
         row = {**manifest_summary(manifest, self.place), "lengths": lengths}
-        beginnings = _beginnings(storage, manifest, self.split, self.documents)
-        self.output.show(
-            [row], *_tables(manifest, self.place), *(f"| {text}" for text in beginnings)
-        )
+        texts = []
+        if not self.output.json:
+            texts = _beginnings(storage, manifest, self.split, self.documents)
+        self.output.show([row], *_tables(manifest, self.place), *texts)
         if self.figure is not None:
             from paceline.reports.plots.training_run import plot_document_lengths
 
@@ -211,4 +211,4 @@ def _beginnings(
 
     tokenizer = Tokenizer(storage.read(TOKENIZER).decode(), manifest.end_of_document)
     beginnings = document_beginnings(storage, manifest, split, number, _EXCERPT_TOKENS)
-    return [" ".join(tokenizer.decode(tokens).split()) for tokens in beginnings]
+    return [f"| {' '.join(tokenizer.decode(tokens).split())}" for tokens in beginnings]

@@ -56,10 +56,13 @@ class TableCommand:
                 raise UsageError(f"--kind {self.kind}: the store has {found}")
             records = [record for record in records if record.kind == self.kind]
         single_kind(records)
+        if self.output.json:  # A kind may have records without having a table.
+            self.output.show(records)
+            return 0
         table = records_table(with_predictions(records, every), self.view)
         texts = {"markdown": render_markdown(table), "csv": render_csv(records)}
         shown = texts[self.format].rstrip("\n") if self.format in texts else table
-        self.output.show(records, shown)
+        self.output.show((), shown)
         return 0
 
 
