@@ -8,7 +8,6 @@ from paceline.accounting import attention_saved_bytes
 from paceline.core.specs import BatchShape
 from paceline.course.answers import (
     Answer,
-    Numbers,
     Row,
     both_passes,
     compare_passes,
@@ -50,7 +49,6 @@ def _growth(group: Sequence[Record]) -> Row:
     formula = attention_saved_bytes("naive", shape, head_dim, 4, causal=False)
     return row(
         "attention_growth",
-        _missing(group),
         numbers_of(first, "first_"),
         numbers_of(last),
         expected_saved_bytes=formula if last.case["dtype"] == "float32" else None,
@@ -66,31 +64,13 @@ def _power(first: Record, last: Record, metric: str) -> float | None:
     return math.log(after / before, longer) if longer > 1 and before and after else None
 
 
-def _missing(records: Sequence[Record]) -> Numbers:
-    """Returns how many cases did not run, and the shortest of them with its reason."""
-    missing = [record for record in records if not record.metrics]
-    shortest = min(missing, key=_size, default=None)
-    counts = {"num_missing": len(missing), "num_cases": len(records)}
-    reason = None if shortest is None else shortest.reason
-    return {**numbers_of(shortest, "missing_"), **counts, "missing_reason": reason}
-
-
 def compiled_attention(record_set: RecordSet) -> Iterator[Answer]:
-    """Yields compiled attention beside plain attention, at the longest length and over all."""
+    """Yields compiled attention beside plain attention, at the longest length."""
     found = record_set.find("attention", implementation="naive")
     for group in comparable_groups(found, ("compile", *_SIZES), holds=varies("compile")):
         pairs = pairs_with_base(sorted(group, key=_size), "compile", "none", _size)
-        ratios = [ratio.value for pair in pairs if (ratio := compare_passes(*pair))]
         rows = [
-            row(
-                "compiled_attention",
-                numbers_of(record),
-                numbers_of(plain, "plain_"),
-                ratio=compare_passes(record, plain),
-                num_cases=len(ratios),
-                least_ratio=min(ratios, default=None),
-                most_ratio=max(ratios, default=None),
-            )
+            row("compiled_attention", numbers_of(record), ratio=compare_passes(record, plain))
             for record, plain in pairs[-1:]
         ]
         yield measured_answer(group, rows, ["attention-time"])
@@ -103,25 +83,24 @@ def fastest_attention(record_set: RecordSet) -> Iterator[Answer]:
     for group in comparable_groups(found, over, holds=varies("implementation")):
         plots = ["attention-time", "attention-memory"]
         table = implementations_table(group)
-        yield measured_answer(group, _implementation_rows(group), plots, [table])
+        yield measured_answer(group, [_implementation_row(group)], plots, [table])
 
 
-def _implementation_rows(group: Sequence[Record]) -> Iterator[Row]:
-    """Yields the fastest implementation beside the slowest, and in low precision.
+def _implementation_row(group: Sequence[Record]) -> Row:
+    """Returns the fastest implementation beside the slowest.
 
     They are compared at the longest case with most implementations. The naive one, which stores
     its scores and runs out of memory first, is then usually among them.
     """
-    measured = [record for record in group if record.metrics]
     cases: dict[tuple[object, ...], list[Record]] = {}
+    measured = (record for record in group if record.metrics)
     for record in sorted(measured, key=lambda record: (_size(record), str(record.case["dtype"]))):
         cases.setdefault((_size(record), record.case["dtype"]), []).append(record)
     found = max(reversed(cases.values()), key=len)
     by_time = sorted(found, key=lambda each: both_passes(each).value)
     fastest, slowest = by_time[0], by_time[-1]
-    yield row(
+    return row(
         "fastest_attention",
-        _missing(group),
         numbers_of(slowest, "slowest_"),
         numbers_of(fastest),
         num_implementations=len(found),
@@ -130,12 +109,6 @@ def _implementation_rows(group: Sequence[Record]) -> Iterator[Row]:
         slowest_ratio=compare_passes(slowest, fastest),
         device_flops_per_s=peak_flops(fastest, str(fastest.case["dtype"])),
     )
-    name = fastest.case["implementation"]
-    alike = [record for record in measured if record.case["implementation"] == name]
-    pairs = pairs_with_base(sorted(alike, key=_size), "dtype", "float32", _size)
-    for half, full in pairs[-1:]:
-        ratio = compare_passes(half, full)
-        yield row("attention_in_low_precision", numbers_of(half), ratio=ratio)
 
 
 def _size(record: Record) -> tuple[float, float]:

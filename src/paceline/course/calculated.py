@@ -20,7 +20,7 @@ from paceline.core.specs import BatchShape, precision_preset
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_binary_bytes, to_gibibytes
 from paceline.course.accounting import account
-from paceline.course.answers import Answer, Row, numbers_of, row
+from paceline.course.answers import Answer, Row, row
 from paceline.course.parallel import BASELINE, SHARDED
 from paceline.records import Record, join_key
 from paceline.reports.document import Block, picture_of
@@ -207,17 +207,13 @@ def overhead(record_set: RecordSet) -> Iterator[Answer]:
             inputs, without = found, _without_communication(record_set, record)
             break
     working = [explain_overhead(**inputs)]
-    rows = [row("overhead", working[0].values)]
     if without is not None:
         backward_s = without.metrics["backward_time_s"].value
         working.append(explain_overhead(**inputs, backward_s=backward_s))
-        sending_s = inputs["total_bytes"] / inputs["bytes_per_s"]
-        step = numbers_of(without)
-        rows.append(row("best_bucket_measured", step, working[1].values, sending_s=sending_s))
     description = "Four ways to average gradients, simulated with the overlap recurrence"
     picture = picture_of(plot_designs(), "data-parallel-designs", description)
     block = Block(heading=f"With {source}", working=tuple(working), pictures=(picture,))
-    yield Answer(block, rows)
+    yield Answer(block, [row("overhead", working[0].values)])
 
 
 def _without_communication(record_set: RecordSet, predicted: Record) -> Record | None:
@@ -298,8 +294,6 @@ def _best_allocation(runs: pathlib.Path | None) -> Answer:
 def _allocation_row(decision: Decision) -> Row:
     by_method = {answer.method: answer for answer in decision.answers}
     best = by_method.get(decision.method, decision.answers[-1])
-    advised = by_method.get("lowest_run")
-    worst = max(decision.waste, key=lambda waste: waste.wasted)
     return row(
         "best_allocation",
         flops=f"{decision.compute:.0e}",
@@ -310,8 +304,4 @@ def _allocation_row(decision: Decision) -> Row:
         parameters_high=best.parameters.high,
         tokens=best.tokens.value,
         tokens_per_parameter=best.tokens.value / best.parameters.value,
-        lowest_run_parameters=None if advised is None else advised.parameters.value,
-        wasteful_parameters=worst.parameters,
-        wasteful_reason=worst.reason,
-        wasted_share=worst.wasted,
     )

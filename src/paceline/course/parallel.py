@@ -31,13 +31,10 @@ from paceline.reports.tables.table import records_table
 
 BASELINE: StrategyName = "torch_ddp"
 SHARDED: StrategyName = "zero1"
-_SAME_SIZE = 0.01
-"""Relative tolerance for the sizes of a fit, which are rounded to whole elements per rank."""
 _FITTED = ("device", "hardware", "num_hosts", "backend", "dtype", *LINK_SHAPE)
 """Case fields that a fit shares with the records it was fitted to."""
 _CLOSE = 0.1
 """Relative error up to which a prediction of exposed communication counts as close."""
-_PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "activations")
 
 
 def all_reduce(record_set: RecordSet) -> Iterator[Answer]:
@@ -54,45 +51,20 @@ def all_reduce(record_set: RecordSet) -> Iterator[Answer]:
             if record.metrics and _ranks_and_threads(record) in ranks
         ]
         tables = [records_table(each) for each in (ordered, fits) if each]
-        rows = _all_reduce_rows(ordered, fits)
-        yield measured_answer(ordered, rows, ["communication"], tables)
+        yield measured_answer(ordered, _all_reduce_rows(ordered), ["communication"], tables)
 
 
-def _all_reduce_rows(records: Sequence[Record], fits: Sequence[Record]) -> Iterator[Row]:
-    """Yields the smallest and the largest message of every number of ranks and threads."""
-    curves: dict[tuple[float, float], list[Record]] = {}
-    for record in records:
-        if record.metrics:
-            curves.setdefault(_ranks_and_threads(record), []).append(record)
-    for curve in curves.values():
-        small, large = curve[0], curve[-1]
-        small_text, small_s = format_decimal(_size(small), "B"), small.metrics["time_s"].value
+def _all_reduce_rows(ordered: Sequence[Record]) -> Iterator[Row]:
+    """Yields the largest message of every number of ranks and threads."""
+    largest = {_ranks_and_threads(record): record for record in ordered if record.metrics}
+    for record in largest.values():
         yield row(
             "all_reduce",
-            numbers_of(small, "small_"),
-            numbers_of(large),
-            _link_numbers(large, _size(large), large.metrics["time_s"].value),
-            small=small_text,
-            large=format_decimal(_size(large), "B"),
-            num_processors=large.environment.num_processors,
+            numbers_of(record),
+            _link_numbers(record, _size(record), record.metrics["time_s"].value),
+            size=format_decimal(_size(record), "B"),
+            num_processors=record.environment.num_processors,
         )
-        for fit in [each for each in fits if _covers(each, small)][-1:]:
-            yield row(
-                "call_latency",
-                numbers_of(fit),
-                error_share=fit.metrics["max_relative_error"].value,
-                latency_share=min(1.0, fit.metrics["latency_s"].value / small_s),
-                small=small_text,
-            )
-
-
-def _covers(fit: Record, record: Record) -> bool:
-    size = _size(record)
-    return (
-        _ranks_and_threads(fit) == _ranks_and_threads(record)
-        and case_number(fit, "smallest_bytes") <= size * (1 + _SAME_SIZE)
-        and case_number(fit, "largest_bytes") >= size * (1 - _SAME_SIZE)
-    )
 
 
 def _ranks_and_threads(record: Record) -> tuple[float, float]:
@@ -125,28 +97,13 @@ def exposed_communication(record_set: RecordSet) -> Iterator[Answer]:
         shown = of_strategies(group, "none", "naive")
         (record,) = of_strategies(group, "naive")
         exposed_s, gradient_bytes = exposed_seconds(record), record.metrics["gradient_bytes"].value
-        rows = [
-            row(
-                "exposed_communication",
-                numbers_of(record),
-                _link_numbers(record, gradient_bytes, exposed_s),
-                exposed_share=exposed_s / step_seconds(record),
-            ),
-            *(_against(record, rival) for rival in of_strategies(group, "none")),
-        ]
-        yield measured_answer(shown, rows, ["strategies"])
-
-
-def _against(record: Record, rival: Record) -> Row:
-    """Returns how two strategies differ: in exposed communication, and in the rest of the step."""
-    longer_s = step_seconds(record) - step_seconds(rival)
-    return row(
-        "step_against",
-        numbers_of(record),
-        numbers_of(rival, "rival_"),
-        ratio=strategy_ratio(record, rival),
-        slowdown_s=longer_s - (exposed_seconds(record) - exposed_seconds(rival)),
-    )
+        numbers = row(
+            "exposed_communication",
+            numbers_of(record),
+            _link_numbers(record, gradient_bytes, exposed_s),
+            exposed_share=exposed_s / step_seconds(record),
+        )
+        yield measured_answer(shown, [numbers], ["strategies"])
 
 
 def flat_step(record_set: RecordSet) -> Iterator[Answer]:
@@ -156,7 +113,6 @@ def flat_step(record_set: RecordSet) -> Iterator[Answer]:
         numbers = row(
             "flat_step",
             numbers_of(several, "naive_"),
-            numbers_of(one),
             ratio=strategy_ratio(one, several),
             exposed_ratio=strategy_ratio(one, several, EXPOSED),
         )
@@ -193,10 +149,11 @@ def _overlap_rows(records: Sequence[Record], predictions: Sequence[Record]) -> I
     """Yields the fastest bucket size beside all others, and the worst of their predictions."""
     buckets = of_strategies(records, "ddp")
     best = min(buckets, key=step_seconds)
-    yield row("best_bucket", numbers_of(best), num_sizes=len(buckets))
-    for strategy in STRATEGIES:
-        rivals = [each for each in of_strategies(records, strategy) if each is not best]
-        yield from (_against(best, rival) for rival in sorted(rivals, key=step_seconds)[:1])
+    others = [each for each in records if each is not best and each.case["strategy"] != "none"]
+    rival = min(others, key=step_seconds, default=None)
+    ratio = None if rival is None else strategy_ratio(best, rival)
+    rivals = numbers_of(rival, "rival_")
+    yield row("best_bucket", numbers_of(best), rivals, ratio=ratio, num_sizes=len(buckets))
     predicted = {join_key(record): exposed_seconds(record) for record in predictions}
     known = [record for record in buckets if join_key(record) in predicted]
     errors = [abs(predicted[join_key(each)] - exposed_seconds(each)) for each in known]
@@ -235,7 +192,7 @@ def _trace_row(record: Record) -> Row:
 
 
 def sharded_memory(record_set: RecordSet) -> Iterator[Answer]:
-    """Yields the memory of each way to shard at each instant, and the largest part of it."""
+    """Yields the memory of each way to shard at each instant."""
     found = record_set.find("optimizer")
     for group in comparable_groups(found, OVER, holds=includes("strategy", BASELINE)):
         predictions = record_set.predictions_for("optimizer", group)
@@ -250,16 +207,12 @@ def sharded_memory(record_set: RecordSet) -> Iterator[Answer]:
 
 
 def _memory_row(record: Record, baseline: Record) -> Row:
-    parts = {name: record.metrics[f"before_step_{name}_bytes"].value for name in _PARTS}
-    largest = max(parts, key=lambda name: parts[name])
     peak, before = (each.metrics["peak_before_step_bytes"].value for each in (record, baseline))
     return row(
         "sharded_memory",
         numbers_of(record),
         numbers_of(baseline, "unsharded_"),
         peak_share=peak / before,
-        largest=largest.replace("_", " "),
-        largest_bytes=parts[largest],
     )
 
 
@@ -281,7 +234,6 @@ def _time_row(record: Record, baseline: Record) -> Row:
     return row(
         "step_against_unsharded",
         numbers_of(record),
-        numbers_of(baseline, "unsharded_"),
         step_ratio=compare(after["step_time_s"], before["step_time_s"]),
         optimizer_ratio=compare(after["optimizer_time_s"], before["optimizer_time_s"]),
     )

@@ -30,15 +30,6 @@ DELIVERABLES: Mapping[str, str] = {
     "chinchilla_isoflops": "Scaling laws",
 }
 """The problems of the courses in order: the name in the hand-outs, and the title here."""
-_STEP_AGAINST = (
-    "A step with {strategy} takes {ratio} as long as one with {rival_strategy} "
-    "({rival_step_time_s}, of which {rival_exposed_communication_s} exposed communication); "
-    "besides exposed communication, the two differ by {slowdown_s}."
-)
-_MISSING = (
-    " Of {num_cases} cases, {num_missing} did not run; the shortest: {missing_context} tokens, "
-    "{missing_implementation} ({missing_reason})."
-)
 
 QUESTIONS: tuple[Question, ...] = (
     Question(
@@ -47,14 +38,11 @@ QUESTIONS: tuple[Question, ...] = (
         asks="How long do forward, backward and optimizer take for each model size, and how much "
         "do repeated steps differ?",
         finds=steps.step_time,
-        says="A step of {model} takes {step_time_s}: forward {forward_time_s} "
-        "({forward_share}), backward {backward_time_s} ({backward_share}), optimizer "
-        "{optimizer_time_s}. Backward takes {backward_ratio} times as long as forward (their "
-        "FLOPs: {flops_ratio} times); the optimizer moves {optimizer_bytes_per_s} (memory "
-        "bandwidth of the device: {memory_bytes_per_s}). From {smallest_model} to {model}, "
-        "parameters grow {parameter_ratio} times and step time {step_time_ratio} times; "
-        "throughput goes from {smallest_model_flops_per_s} to {model_flops_per_s}. The "
-        "largest standard deviation is {spread_share} of the median: {noisiest}.",
+        says="A step of {model} takes {step_time_s}, backward {backward_share} of it, "
+        "{backward_ratio} times as long as forward (their FLOPs: {flops_ratio} times); the "
+        "optimizer moves {optimizer_bytes_per_s} (memory bandwidth of the device: "
+        "{memory_bytes_per_s}). The largest standard deviation is {spread_share} of the median: "
+        "{noisiest}.",
         kind="step",
     ),
     Question(
@@ -62,9 +50,8 @@ QUESTIONS: tuple[Question, ...] = (
         title="Warm-up",
         asks="How do mean and standard deviation change without warm-up steps, or with one or two?",
         finds=steps.warmup,
-        says="After {warmup} warm-up steps, the mean step time is {mean_s} ± {std_s}, the "
-        "median {step_time_s}; the first step takes {first_step_time_s}, the {num_later} later "
-        "ones {later_low_s} to {later_high_s}.",
+        says="After {warmup} warm-up steps, the mean step time is {mean_s} ± {std_s}, and the "
+        "first step takes {first_step_time_s}.",
         kind="step",
     ),
     Question(
@@ -74,8 +61,8 @@ QUESTIONS: tuple[Question, ...] = (
         "in backward, and how often is it called? What else takes time, how does the share of "
         "matmuls change in a whole step, and how does softmax compare with attention's matmuls?",
         finds=steps.longest_operator,
-        says="{phase} takes {total_s}; {operator} takes longest, {own_time_s} "
-        "({share}) in {num_calls} calls. Matmuls take {matmul_share}, {other} {other_share}.",
+        says="{phase}: {operator} takes longest, {own_time_s} ({share}) in {num_calls} calls; "
+        "matmuls take {matmul_share} of it, and {all_matmul_share} of all that was traced.",
         also={
             "softmax_to_matmuls": "Softmax takes {softmax_s}, {time_ratio} times as long as the "
             "two matmuls of attention ({matmul_s}), for {softmax_operations} operations per score "
@@ -123,14 +110,9 @@ QUESTIONS: tuple[Question, ...] = (
         asks="What does memory look like over a forward pass and over a training step, how does "
         "the peak depend on the context and on the dtype, and what is the largest allocation?",
         finds=steps.peak_memory,
-        says="Peak memory of {phase} at context {context} in {precision} is {peak_bytes}, "
-        "of which {part_bytes} ({part_share}) are {part}; at context {base_context} in "
-        "{base_precision} it is {base_peak_bytes}, and the largest difference is {changed}: "
-        "{changed_bytes} against {base_changed_bytes}.",
-        also={
-            "largest_allocation": "The largest allocation of {subject} is {size_bytes} "
-            "({num_alike} of that size), made by {operator} at {place} (category: {category})."
-        },
+        says="Peak memory of {phase} at context {context} in {precision} is {peak_bytes}; at "
+        "context {base_context} in {base_precision} it is {base_peak_bytes}, and the largest "
+        "difference is {changed}: {changed_bytes} against {base_changed_bytes}.",
         kind="memory_timeline",
     ),
     Question(
@@ -155,7 +137,7 @@ QUESTIONS: tuple[Question, ...] = (
         says="From {first_context} to {context} tokens at head dim {head_dim} "
         "in {dtype}, the memory saved for backward grows as length^{saved_power}, to "
         "{saved_for_backward_bytes} (by the formula {expected_saved_bytes}), and forward time "
-        "as length^{forward_power}, to {forward_time_s}." + _MISSING,
+        "as length^{forward_power}, to {forward_time_s}.",
         kind="attention",
     ),
     Question(
@@ -173,9 +155,7 @@ QUESTIONS: tuple[Question, ...] = (
         asks="How much faster is compiled attention?",
         finds=attention.compiled_attention,
         says="At {context} tokens, head dim {head_dim} and {dtype}, compiled "
-        "attention takes {ratio} as long as plain attention, and saves "
-        "{saved_for_backward_bytes} for backward instead of {plain_saved_for_backward_bytes}; "
-        "over all {num_cases} cases, it takes {least_ratio} to {most_ratio} times as long.",
+        "attention takes {ratio} as long as plain attention.",
         kind="attention",
     ),
     Question(
@@ -183,8 +163,8 @@ QUESTIONS: tuple[Question, ...] = (
         title="The whole model",
         asks="How much faster is the compiled model in forward, and in the whole step?",
         finds=steps.compiled_step,
-        says="Compiled ({compile}), a step of {model} takes {step_time_s} instead "
-        "of {plain_step_time_s}, {ratio} as long; forward alone takes {forward_ratio} as long.",
+        says="Compiled ({compile}), a step of {model} takes {ratio} as long; forward alone "
+        "takes {forward_ratio} as long.",
         kind="step",
     ),
     Question(
@@ -217,13 +197,8 @@ QUESTIONS: tuple[Question, ...] = (
         finds=attention.fastest_attention,
         says="At {context} tokens, head dim {head_dim} and {dtype}, the "
         "fastest of {num_implementations}, {implementation}, takes {time_s} for forward and "
-        "backward, with a peak memory of {peak_bytes}, and reaches {flops_per_s} (peak of the "
-        "device: {device_flops_per_s}); {slowest_implementation} takes {slowest_ratio} as "
-        "long, {slowest_time_s}, with {slowest_peak_bytes}." + _MISSING,
-        also={
-            "attention_in_low_precision": "At {context} tokens and head dim {head_dim}, "
-            "{implementation} takes {ratio} as long in {dtype} as in float32."
-        },
+        "backward and reaches {flops_per_s} (peak of the device: {device_flops_per_s}); "
+        "{slowest_implementation} takes {slowest_ratio} as long.",
         kind="attention",
     ),
     Question(
@@ -233,14 +208,8 @@ QUESTIONS: tuple[Question, ...] = (
         "does it come to the rate of the link?",
         finds=parallel.all_reduce,
         says="On {world_size} ranks (processors of a host: {num_processors}), an all-reduce of "
-        "{small} takes {small_time_s}, a bus bandwidth of {small_bus_bandwidth_bytes_per_s}, and "
-        "one of {large} takes {time_s}, {bus_bytes_per_s} (link: {link}; its rate: "
+        "{size} reaches a bus bandwidth of {bus_bytes_per_s} (link: {link}; its rate: "
         "{link_bytes_per_s}; share of it: {link_share}).",
-        also={
-            "call_latency": "On {world_size} ranks, the fit of latency and bandwidth, off by "
-            "{error_share} at most, gives a latency of {latency_s} per call, {latency_share} of "
-            "the time of {small}."
-        },
         kind="comm",
     ),
     Question(
@@ -263,7 +232,6 @@ QUESTIONS: tuple[Question, ...] = (
         "({exposed_share}) is exposed communication: {num_messages} all-reduces, one per "
         "parameter, after backward, at a bus bandwidth of {bus_bytes_per_s} (link: {link}; its "
         "rate: {link_bytes_per_s}; share of it: {link_share}).",
-        also={"step_against": _STEP_AGAINST},
         kind="ddp",
     ),
     Question(
@@ -272,9 +240,8 @@ QUESTIONS: tuple[Question, ...] = (
         asks="How does one all-reduce of all gradients compare with one per parameter?",
         finds=parallel.flat_step,
         says="With one all-reduce, which copies all gradients, instead of "
-        "{naive_num_messages}, a step takes {step_time_s} instead of {naive_step_time_s}, "
-        "{ratio} as long; {exposed_communication_s} instead of "
-        "{naive_exposed_communication_s} is exposed communication, {exposed_ratio} as long.",
+        "{naive_num_messages}, a step takes {ratio} as long, and exposed communication "
+        "{exposed_ratio} as long.",
         kind="ddp",
     ),
     Question(
@@ -285,13 +252,13 @@ QUESTIONS: tuple[Question, ...] = (
         finds=parallel.best_bucket,
         says="Of {num_sizes} bucket sizes, {strategy} has the shortest step, "
         "{step_time_s}: {exposed_communication_s} of communication is exposed, which takes "
-        "{communication_s} without overlap.",
+        "{communication_s} without overlap. It takes {ratio} as long as the fastest of the "
+        "others, {rival_strategy}.",
         also={
-            "step_against": _STEP_AGAINST,
             "prediction_error": "The overlap model predicts the exposed communication of "
             "{num_close} of {num_sizes} bucket sizes within {close_share}. It is furthest off at "
             "{strategy}: {predicted_s} predicted, {exposed_communication_s} measured; the "
-            "difference is {error_share} of the step.",
+            "difference is {error_share} of the step."
         },
         kind="ddp",
     ),
@@ -315,12 +282,6 @@ QUESTIONS: tuple[Question, ...] = (
         says="With t = s/(n w), bucket k is ready at k t and its all-reduce "
         "takes t + o; the last one ends at (n + 1) t + n o, backward at n t. The difference, "
         "s/(n w) + n o, is least, {overhead_s}, for {num_buckets} buckets of {bucket_bytes}.",
-        also={
-            "best_bucket_measured": "At batch {batch} and context {context}, backward without "
-            "communication takes {backward_time_s}, sending the bytes {sending_s}. If gradients "
-            "become ready evenly over backward, {num_buckets} buckets of {bucket_bytes} are best "
-            "and leave {overhead_s} exposed."
-        },
     ),
     Question(
         deliverable="communication_accounting",
@@ -346,14 +307,10 @@ QUESTIONS: tuple[Question, ...] = (
         asks="How much memory does a rank hold after initialisation, and before and after the "
         "optimizer step, with and without sharding, and what is it used for?",
         finds=parallel.sharded_memory,
-        says="With {strategy} instead of torch_ddp, the peak memory of a rank is "
-        "{peak_after_init_bytes} instead of {unsharded_peak_after_init_bytes} after "
-        "initialisation, {peak_before_step_bytes} (predicted: "
+        says="With {strategy} instead of torch_ddp, the peak memory of a rank before the "
+        "optimizer step is {peak_before_step_bytes} (predicted: "
         "{predicted_peak_before_step_bytes}) instead of {unsharded_peak_before_step_bytes}, "
-        "{peak_share}, before the optimizer step, and {peak_after_step_bytes} instead of "
-        "{unsharded_peak_after_step_bytes} after it. The largest part before the step is the "
-        "{largest}, {largest_bytes}; the optimizer state takes "
-        "{before_step_optimizer_state_bytes} instead of "
+        "{peak_share}; the optimizer state takes {before_step_optimizer_state_bytes} instead of "
         "{unsharded_before_step_optimizer_state_bytes}.",
         kind="optimizer",
     ),
@@ -362,9 +319,8 @@ QUESTIONS: tuple[Question, ...] = (
         title="Time",
         asks="How does sharding change step time?",
         finds=parallel.step_against_unsharded,
-        says="On {world_size} ranks, a step with {strategy} takes "
-        "{step_time_s}, {step_ratio} as long as without sharding ({unsharded_step_time_s}); "
-        "the optimizer takes {optimizer_ratio} as long.",
+        says="On {world_size} ranks, a step with {strategy} takes {step_ratio} as long as "
+        "without sharding; the optimizer takes {optimizer_ratio} as long.",
         kind="optimizer",
     ),
     Question(
@@ -388,8 +344,6 @@ QUESTIONS: tuple[Question, ...] = (
         says="{flops} FLOPs, {extrapolation} times the largest budget of the "
         "runs, are best spent on {parameters} parameters ({parameters_low} to "
         "{parameters_high}) and {tokens} tokens, {tokens_per_parameter} per parameter, by the "
-        "{method} method. The runs with the lowest losses, which the hand-out advises to take, "
-        "give {lowest_run_parameters} parameters; a model of {wasteful_parameters} "
-        "({wasteful_reason}) would waste {wasted_share} of the FLOPs.",
+        "{method} method.",
     ),
 )

@@ -69,8 +69,8 @@ def step_time(record_set: RecordSet) -> Iterator[Answer]:
 
 
 def _model_row(measured: Sequence[Record]) -> Row:
-    """Returns the largest model beside the smallest, and the least steady phase of any model."""
-    smallest, largest = measured[0], measured[-1]
+    """Returns the phases of the largest model, and the least steady phase of any model."""
+    largest = measured[-1]
     forward_s, backward_s, optimizer_s = (_seconds(largest, phase) for phase in _PHASES[:3])
     spread, noisiest = max(
         ((metric.std or 0.0) / metric.value, f"{phase} of {model_name(record)}")
@@ -81,9 +81,7 @@ def _model_row(measured: Sequence[Record]) -> Row:
     moved = _OPTIMIZER_BYTES * num_parameters(largest) / optimizer_s
     return row(
         "step_time",
-        numbers_of(smallest, "smallest_"),
         numbers_of(largest),
-        forward_share=forward_s / step_seconds(largest),
         backward_share=backward_s / step_seconds(largest),
         backward_ratio=backward_s / forward_s,
         flops_ratio=_flops_ratio(largest),
@@ -91,8 +89,6 @@ def _model_row(measured: Sequence[Record]) -> Row:
         memory_bytes_per_s=data_sheet(largest, lambda device: device.memory_bytes_per_s.value),
         noisiest=noisiest,
         spread_share=spread or None,
-        parameter_ratio=num_parameters(largest) / num_parameters(smallest),
-        step_time_ratio=step_seconds(largest) / step_seconds(smallest),
     )
 
 
@@ -120,17 +116,9 @@ def warmup(record_set: RecordSet) -> Iterator[Answer]:
 
 def _warmup_row(record: Record) -> Row:
     step = record.metrics["step_time_s"]
-    first, *later = step.samples or (step.value,)
-    return row(
-        "warmup",
-        numbers_of(record),
-        mean_s=step.mean,
-        std_s=step.std,
-        first_step_time_s=first,
-        num_later=len(later),
-        later_low_s=min(later, default=None),
-        later_high_s=max(later, default=None),
-    )
+    first = (step.samples or (step.value,))[0]
+    times = {"mean_s": step.mean, "std_s": step.std, "first_step_time_s": first}
+    return row("warmup", numbers_of(record), times)
 
 
 def low_precision(record_set: RecordSet) -> Iterator[Answer]:
@@ -163,7 +151,6 @@ def compiled_step(record_set: RecordSet) -> Iterator[Answer]:
 def _compiled_row(record: Record, base: Record) -> Row:
     return row(
         "compiled_step",
-        numbers_of(base, "plain_"),
         numbers_of(record),
         ratio=compare(record.metrics["step_time_s"], base.metrics["step_time_s"]),
         forward_ratio=compare(record.metrics["forward_time_s"], base.metrics["forward_time_s"]),
@@ -235,22 +222,19 @@ def _profile_tables(run: ProfileRun) -> tuple[Table, ...]:
 
 
 def _operator_rows(run: ProfileRun) -> Iterator[Row]:
-    phases = ("forward", "backward", "optimizer", EVERYWHERE)
-    # A traced forward pass has no other phase.
-    for phase in phases if run.in_range("backward", of_kinds=True) else phases[:1]:
-        operators, kinds = (run.in_range(phase, of_kinds=kind) for kind in (False, True))
-        shares = {str(kind.case["work"]): kind.metrics["share"].value for kind in kinds}
-        matmul_share = shares.pop(OpClass.MATMUL, 0.0)
-        if total_s := _traced_s(run, phase):
+    for phase in ("forward", "backward"):
+        if _traced_s(run, phase):
             yield row(
                 "longest_operator",
-                numbers_of(operators[0]),
+                numbers_of(run.in_range(phase, of_kinds=False)[0]),
                 phase=phase.capitalize(),
-                total_s=total_s,
-                matmul_share=matmul_share,
-                other=next(iter(shares), None),
-                other_share=next(iter(shares.values()), None),
+                matmul_share=_matmul_share(run, phase),
+                all_matmul_share=_matmul_share(run, EVERYWHERE),
             )
+
+
+def _matmul_share(run: ProfileRun, phase: str) -> float:
+    return _traced_s(run, phase, OpClass.MATMUL) / _traced_s(run, phase)
 
 
 def _trace_rows(run: ProfileRun, stopwatch: Sequence[Record]) -> Iterator[Row]:
@@ -331,7 +315,6 @@ def peak_memory(record_set: RecordSet) -> Iterator[Answer]:
         pairs = [(longest[phase], shortest[phase]) for phase in longest]
         pairs += pairs_with_base(known, "precision", "float32", _phase_and_context)
         rows = [_memory_row(*pair) for pair in pairs]
-        rows += [_allocation_row(allocations)] if allocations else []
         yield measured_answer(group, rows, {"memory-timeline": drawn}, tables)
 
 
@@ -366,32 +349,21 @@ def _allocations(record_set: RecordSet, records: Sequence[Record]) -> list[Recor
     return []
 
 
-def _allocation_row(allocations: Sequence[Record]) -> Row:
-    size = allocations[0].metrics["size_bytes"].value
-    alike = [each.metrics for each in allocations if each.metrics["size_bytes"].value == size]
-    num_alike = sum(metrics["num_allocations"].value for metrics in alike)
-    return row("largest_allocation", numbers_of(allocations[0]), num_alike=num_alike)
-
-
 def _phase_and_context(record: Record) -> tuple[CaseValue, CaseValue]:
     return record.case["phase"], record.case["context"]
 
 
 def _memory_row(record: Record, base: Record) -> Row:
-    """Returns the largest part of a peak, and the part that differs most from that of a base."""
+    """Returns a peak, that of a base, and the part in which they differ most."""
     parts, before = (
         {part: each.metrics[f"{part}_at_peak_bytes"].value for part in _MEMORY_PARTS}
         for each in (record, base)
     )
-    largest = max(parts, key=lambda part: parts[part])
     changed = max(parts, key=lambda part: abs(parts[part] - before[part]))
     return row(
         "peak_memory",
         numbers_of(record),
         numbers_of(base, "base_"),
-        part=largest.replace("_", " "),
-        part_bytes=parts[largest],
-        part_share=parts[largest] / record.metrics["peak_bytes"].value,
         changed=changed.replace("_", " "),
         changed_bytes=parts[changed],
         base_changed_bytes=before[changed],

@@ -48,7 +48,6 @@ def _ranks(bus: float, num_processors: int = 2, **case: Any) -> list[Record]:
     return [msgspec.structs.replace(each, environment=there) for each in (*_two(**case), *four)]
 
 
-LATENCY, ALL_REDUCE = "call_latency", "all_reduce"
 NVLINK = {"link_share": 0.978, "link_bytes_per_s": 4.5e11, "says": "(link: NVLink 4"}
 UNKNOWN: dict[str, Any] = {"bus_bytes_per_s": 1e9, "link_bytes_per_s": None, "link_share": None}
 LOOPBACK, UNNAMED = {**UNKNOWN, "says": "loopback;"}, {**UNKNOWN, "says": "of unknown rate;"}
@@ -56,49 +55,41 @@ STREAM = {**UNKNOWN, "says": "(link: a single stream reached 20 Gbit/s just befo
 
 
 @pytest.mark.parametrize(
-    ("records", "name", "expected"),
+    ("records", "expected"),
     [
-        # 1 MB takes 1 ms.
-        (_fit(8e-4), LATENCY, {"latency_s": 8e-4, "latency_share": 0.8, "error_share": 0.05}),
-        (_fit(2e-3), LATENCY, {"latency_s": 2e-3, "latency_share": 1.0}),
-        (_fit(0.0), LATENCY, {"latency_s": 0.0, "latency_share": 0.0}),
-        # Fits of other ranks, sizes or machines do not apply.
-        (_fit(8e-4, world_size=4, largest_bytes=1e6), LATENCY, None),
-        (_fit(8e-4, threads=2), LATENCY, None),
-        (_fit(8e-4, hardware="another"), LATENCY, None),
-        (_fit(8e-4, smallest_bytes=2e7), LATENCY, None),
-        (_sizes(0.5e9), ALL_REDUCE, {"small_time_s": 0.002, "time_s": 0.1}),
-        (_sizes(0.5e9), ALL_REDUCE, {"small_bus_bandwidth_bytes_per_s": 0.5e9}),
-        (_sizes(0.5e9), ALL_REDUCE, {"bus_bytes_per_s": 1e9, "says": "one of 100 MB takes"}),
-        (_sizes(0.5e9), ALL_REDUCE, {"time_s": 200.0, "bus_bytes_per_s": 1e6}),
+        (_sizes(0.5e9), {"bus_bytes_per_s": 1e9, "says": "all-reduce of 100 MB reaches"}),
+        (_sizes(0.5e9), {"bus_bytes_per_s": 1e6, "says": "of 200 MB"}),
         # Each number of ranks has a sentence.
-        (_ranks(0.95e9), ALL_REDUCE, {"world_size": 4, "bus_bytes_per_s": 0.95e9}),
-        (_ranks(0.95e9), ALL_REDUCE, {"world_size": 2, "bus_bytes_per_s": 1e9, "says": "of 10 MB"}),
-        (_ranks(0.5e9, 8), ALL_REDUCE, {"world_size": 4, "num_processors": 8}),
-        (_ranks(2e9, num_hosts=4), ALL_REDUCE, {"world_size": 4, "bus_bytes_per_s": 2e9}),
+        (_ranks(0.95e9), {"world_size": 4, "bus_bytes_per_s": 0.95e9}),
+        (_ranks(0.95e9), {"world_size": 2, "bus_bytes_per_s": 1e9, "says": "of 10 MB"}),
+        (_ranks(0.5e9, 8), {"world_size": 4, "num_processors": 8}),
+        (_ranks(2e9, num_hosts=4), {"world_size": 4, "bus_bytes_per_s": 2e9}),
         # Throughput is compared only with a link whose rate is known.
-        (_two(), ALL_REDUCE, LOOPBACK),
-        (_two(link_rate_bits_per_s=2e9), ALL_REDUCE, LOOPBACK),
-        (_two(**UNSHAPED), ALL_REDUCE, STREAM),
-        (_two(num_hosts=2), ALL_REDUCE, UNNAMED),
-        (_two(**FAR), ALL_REDUCE, UNNAMED),
-        (_two(**{**GPU, "hardware": "some GPU"}), ALL_REDUCE, UNNAMED),
-        (_two(4.4e11, **GPU), ALL_REDUCE, NVLINK),
-        (_two(5.1e11, **GPU), ALL_REDUCE, {"link_share": 1.133}),
-        (_two(0.5e9, **LAB), ALL_REDUCE, {"link_share": 0.5, "says": "links shaped to 8 Gbit/s"}),
-        (_two(0.5e9, world_size=4, **LAB), ALL_REDUCE, {"bus_bytes_per_s": 0.5e9}),
+        (_two(), LOOPBACK),
+        (_two(link_rate_bits_per_s=2e9), LOOPBACK),
+        (_two(**UNSHAPED), STREAM),
+        (_two(num_hosts=2), UNNAMED),
+        (_two(**FAR), UNNAMED),
+        (_two(**{**GPU, "hardware": "some GPU"}), UNNAMED),
+        (_two(4.4e11, **GPU), NVLINK),
+        (_two(5.1e11, **GPU), {"link_share": 1.133}),
+        (_two(0.5e9, **LAB), {"link_share": 0.5, "says": "links shaped to 8 Gbit/s"}),
+        (_two(0.5e9, world_size=4, **LAB), {"bus_bytes_per_s": 0.5e9}),
     ],
 )
 @pytest.mark.usefixtures("no_pictures")
-def test_numbers(records: list[Record], name: str, expected: Any) -> None:
-    check(all_reduce, records, {name: expected})
+def test_numbers(records: list[Record], expected: Any) -> None:
+    check(all_reduce, records, {"all_reduce": expected})
 
 
+@pytest.mark.parametrize(
+    ("case", "num_tables"),
+    [({}, 2), ({"world_size": 4}, 2), ({"threads": 2}, 1), ({"hardware": "another"}, 1)],
+)
 @pytest.mark.usefixtures("no_pictures")
-def test_a_fit_belongs_to_its_number_of_ranks() -> None:
-    fitted = {LATENCY: {"world_size": 4, "latency_s": 8e-4, "says": "time of 10 MB"}}
-    (block,) = check(all_reduce, _fit(8e-4, world_size=4), fitted)
-    assert sum(finding.name == LATENCY for finding in block.findings) == 1
+def test_a_fit_of_the_same_ranks_and_machine_has_a_table(case: Any, num_tables: int) -> None:
+    (block,) = check(all_reduce, _fit(8e-4, **case), {"all_reduce": {"bus_bytes_per_s": 1e9}})
+    assert len(block.tables) == num_tables
 
 
 @pytest.mark.usefixtures("no_pictures")
