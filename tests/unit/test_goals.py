@@ -4,8 +4,7 @@ import shlex
 
 import pytest
 
-from paceline.cli.main import main, parse
-from paceline.cli.start import goals_text
+from paceline.cli.main import goals_text, main, parse
 from paceline.core.errors import UsageError
 
 

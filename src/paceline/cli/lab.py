@@ -13,7 +13,7 @@ from paceline.core.errors import UsageError
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from paceline.lab.chaos import ChaosAudit, ChaosConfig
+    from paceline.lab.chaos import ChaosConfig
     from paceline.lab.faults import Kind
 
 
@@ -74,13 +74,17 @@ class ChaosCommand:
 
     def run(self) -> int:
         """Runs the command under chaos, audits it, and prints each fault and its effect."""
-        from paceline.lab.chaos import FAULT, RUN, chaos_records, run_chaos
+        from paceline.lab.chaos import FAULT, RUN, audit_chaos, chaos_records, run_chaos
         from paceline.records import capture_environment
         from paceline.reports.tables.reliability import chaos_table
+        from paceline.training.run_directory import CONFIG
 
         config = self._config()
         outcome = run_chaos(config)
-        made = chaos_records(config, outcome, self._audit(config), capture_environment())
+        # Only runs of `paceline train` can be audited.
+        is_auditable = (config.run / CONFIG).exists()
+        audit = audit_chaos(config.run, config.reference) if is_auditable else None
+        made = chaos_records(config, outcome, audit, capture_environment())
         records = list(self.output.keep(made, self.store))
         whole = next(record for record in records if record.kind == RUN)
         faults = [record for record in records if record.kind == FAULT]
@@ -127,15 +131,6 @@ class ChaosCommand:
             elif asked:
                 kinds[name] = Kind(every_s=every_s, lasts_s=fault.lasts_s)
         return kinds
-
-    def _audit(self, config: "ChaosConfig") -> "ChaosAudit | None":
-        from paceline.lab.chaos import audit_chaos
-        from paceline.training.run_directory import CONFIG
-
-        # Only runs of `paceline train` can be audited.
-        if not (config.run / CONFIG).exists():
-            return None
-        return audit_chaos(config.run, config.reference)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

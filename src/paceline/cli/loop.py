@@ -1,4 +1,4 @@
-"""``paceline loop``: turns a FLOP budget into a trained model, and checks its predictions."""
+"""``paceline loop`` turns a FLOP budget into a model; ``paceline demo`` shows it in minutes."""
 
 import dataclasses
 import pathlib
@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.cli.output import Flat, OutputOptions, require_positive, say, work_progress
+from paceline.cli.output import (
+    Flat,
+    OutputOptions,
+    case_progress,
+    require_positive,
+    say,
+    work_progress,
+)
 from paceline.cli.plan_search import ClusterFlags
 from paceline.cli.sweep import SweepProgress
 from paceline.core.errors import UsageError
@@ -17,9 +24,6 @@ from paceline.planner.search.cluster_options import UNNAMED_CONTEXT
 
 if TYPE_CHECKING:
     from paceline.loop.directory import LoopDirectory, LoopSpec, Outcome
-    from paceline.loop.executors import Executor
-    from paceline.loop.sweep import SweepRunner
-    from paceline.loop.sweep_directory import SweepDirectory, SweepState
     from paceline.planner.search.spec import SearchSpec
     from paceline.training.config import RunConfig
 
@@ -88,28 +92,26 @@ class LoopCommand:
         """Runs the loop, or prints its plan."""
         if self.devices is not None:
             return self._plan_on_cluster(self.devices)
-        from paceline.loop.directory import PAGE, LoopDirectory
+        from paceline.loop.directory import PAGE, LoopDirectory, LoopSpec
+        from paceline.loop.page import write_loop_page
+        from paceline.loop.run_config import limits_of
+        from paceline.predict.history import history_path
         from paceline.reports.tables.predictions import outcome_table
         from paceline.training.toml_config import read_config
 
         base = read_config(self.config, self.set)
-        spec = self._spec(base)
+        limits = limits_of(base, epochs=self.epochs, seed=self.seed)
+        spec = LoopSpec(budget=self.budget, exploration=self.exploration, **limits)
         if self.dry_run:
             return self._plan_here(spec)
         directory = LoopDirectory(self.out)
         outcome = self._go_round(directory, spec, base)
-        self._write_page(directory)
+        with work_progress("writing the page"):
+            write_loop_page(directory, history_path())
         caption = f"{self.budget:.3g} FLOPs: predicted and measured"
         self.output.show(outcome.entries, outcome_table(outcome.entries, caption))
         say(f"page: {self.out / PAGE}")
         return 0
-
-    def _spec(self, base: "RunConfig") -> "LoopSpec":
-        from paceline.loop.directory import LoopSpec
-        from paceline.loop.run_config import limits_of
-
-        limits = limits_of(base, epochs=self.epochs, seed=self.seed)
-        return LoopSpec(budget=self.budget, exploration=self.exploration, **limits)
 
     def _go_round(
         self, directory: "LoopDirectory", spec: "LoopSpec", base: "RunConfig"
@@ -118,58 +120,22 @@ class LoopCommand:
         from paceline.loop.executors import LocalExecutor
         from paceline.loop.run import LoopRunner
         from paceline.predict.history import history_path
+        from paceline.records.environment import available_processors
 
+        cores = available_processors()
+        powers = (2**power for power in range(cores.bit_length()))
         with SweepProgress(directory.sweep).open() as progress, termination_as_exit():
             runner = LoopRunner(
                 directory=directory,
-                sweep=self._sweep_runner(directory.sweep, progress),
+                sweep=progress.runner(1, self.at_once),
                 trainer=LocalExecutor(1, progress.wait),
-                calibrate=self._calibrate,
-                ranks=rank_counts(),
+                calibrate=_calibrate,
+                ranks=sorted({*powers, cores}),
                 history=history_path(),
                 deadline_s=self._deadline_s,
-                tell=tell,
+                tell=_tell,
             )
             return runner.run(spec, base)
-
-    def _sweep_runner(self, directory: "SweepDirectory", progress: SweepProgress) -> "SweepRunner":
-        from paceline.loop.executors import LocalExecutor, runs_at_once
-        from paceline.loop.sweep import SweepRunner
-        from paceline.records.environment import threads_per_rank
-
-        def make_executor(state: "SweepState") -> "Executor":
-            at_once = runs_at_once(directory, state, 1, self.at_once, say)
-            return LocalExecutor(at_once, progress.wait)
-
-        return SweepRunner(
-            directory=directory,
-            make_executor=make_executor,
-            ranks=1,
-            threads=lambda state: threads_per_rank(self.at_once or state.at_once or 1),
-            on_change=progress.change,
-        )
-
-    def _calibrate(
-        self, models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
-    ) -> None:
-        from paceline.benchmarks.calibration import calibration_records
-        from paceline.benchmarks.config import ShapeCalibration
-        from paceline.cli.output import case_progress
-        from paceline.records import RecordStore
-
-        sweep = ShapeCalibration(
-            models=tuple(models), world_size=ranks, time_limit_s=_CALIBRATION_S
-        )
-        with case_progress(1) as progress:
-            for record in calibration_records(sweep, progress.step):
-                RecordStore(store).append(record)
-
-    def _write_page(self, directory: "LoopDirectory") -> None:
-        from paceline.loop.page import write_loop_page
-        from paceline.predict.history import history_path
-
-        with work_progress("writing the page"):
-            write_loop_page(directory, history_path())
 
     def _plan_here(self, spec: "LoopSpec") -> int:
         from paceline.loop.on_paper import expected_final
@@ -220,16 +186,56 @@ class LoopCommand:
         return 0
 
 
-def rank_counts() -> tuple[int, ...]:
-    """Returns the numbers of ranks to try on this machine: powers of two, and all cores."""
-    from paceline.records.environment import available_processors
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoCommand:
+    """Train a small model over an emulated network, and compare it with its prediction.
 
-    cores = available_processors()
-    powers = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
-    return tuple(sorted({*powers, cores}))
+    Prepares the text of Python's manual, calibrates this machine, plans, trains on two ranks with
+    a 1 Gbit/s link between them, writes an HTML page and generates a sample, in under five minutes
+    on two cores. Shows every command before running it.
+    """
+
+    out: pathlib.Path = pathlib.Path("demo")
+    """Directory for all files; demo.html in it is the page to open."""
+    steps: int = 400
+    """Training steps."""
+    output: Flat[OutputOptions]
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError("--steps must be at least 1")
+
+    def run(self) -> int:
+        """Runs the demo and prints its results."""
+        from paceline.core.processes import termination_as_exit
+        from paceline.loop.demo import PROMPT, Demo
+        from paceline.reports.tables.predictions import outcome_table
+
+        if self.out.exists():
+            raise UsageError(f"{self.out} already exists; name another directory with --out")
+        self.out.mkdir(parents=True, exist_ok=True)
+        with termination_as_exit():
+            made = Demo(directory=self.out, steps=self.steps, say=say).run()
+        table = outcome_table(made.entries, "Predicted and measured")
+        text = f"{PROMPT} → {made.sample}\n\npage: {made.page}\npicture: {made.picture}"
+        self.output.show([made], table, text)
+        return 0
 
 
-def tell(stage: str, lines: Sequence[str]) -> None:
-    """Prints the decision of a stage."""
+def _calibrate(
+    models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
+) -> None:
+    """Measures the steps of models on this machine, and appends the records to a file."""
+    from paceline.benchmarks.calibration.calibrate import calibration_records
+    from paceline.benchmarks.config import ShapeCalibration
+    from paceline.records import RecordStore
+
+    sweep = ShapeCalibration(models=tuple(models), world_size=ranks, time_limit_s=_CALIBRATION_S)
+    with case_progress(1) as progress:
+        for record in calibration_records(sweep, progress.step):
+            RecordStore(store).append(record)
+
+
+def _tell(stage: str, lines: Sequence[str]) -> None:
     for line in lines:
         say(f"{stage}: {line}")

@@ -5,7 +5,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -31,10 +30,8 @@ from paceline.planner.search.cluster_options import (
 )
 
 if TYPE_CHECKING:
-    from paceline.planner.search.advice import Change, Comparison, FrontPoint
-    from paceline.planner.search.budget import Budget, RunEstimate
+    from paceline.planner.search.budget import RunEstimate
     from paceline.planner.search.search import SearchResult
-    from paceline.reports.tables.table import Table
 
 
 SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), preset_spelling)]
@@ -87,6 +84,7 @@ class SearchCommand:
         """Searches and prints the best layouts."""
         from paceline.planner.search.advice import compare, sensitivity, variations
         from paceline.planner.search.search import search
+        from paceline.reports.tables import planning
 
         shape, experts = find_preset(self.model)
         mixture = experts is not None
@@ -95,69 +93,53 @@ class SearchCommand:
         tokens = None if self.tokens is None else parse_count(self.tokens, "tokens", "1e12 or 15T")
         with work_progress("searching all layouts"):
             result = search(spec, performance, top=self.top, peak_flops=peak)
-        runs = (
-            None
-            if tokens is None
-            else [self._run_of(result, place, tokens) for place in range(len(result.choices))]
-        )
+        runs = None if tokens is None else self._estimate_runs(result, tokens)
         compared = [compare(each, result.best, spec, performance, peak) for each in self.compare]
-        changes: list[Change] = []
+        notes = [*([] if runs is None else planning.run_lines(runs[0])), performance.note]
+        if self.runnable:
+            notes.append("These rates are not those of paceline train: measure, or use plan step.")
+        rows = self._rows(result, runs)
+        tables = [planning.search_table(result, runs, notes)]
+        for pair in compared:
+            rows.append({"kind": "comparison", "reason": pair.reason, "pair": pair})
+            tables.append(planning.comparison_table(pair))
         if self.advice:
             lower = self.cluster.lower_precision(of_experts=mixture)
             offered = list(variations(result.best, spec, performance, lower))
             with work_progress("searching what would help", len(offered)) as done:
                 changes = sensitivity(result.best, spec, offered, done)
-        rows = self._rows(result, runs, compared, changes)
-        self.output.show(rows, *self._tables(result, runs, compared, changes))
+            rows += [{"kind": "change", "change": change} for change in changes]
+            tables += [planning.advice_table(changes)] if changes else []
+        self.output.show(rows, *tables)
         if self.figure is not None:
             self._draw(result, tokens)
         if self.out is not None:
             self._export(result)
         return 0
 
-    def _run_of(self, result: "SearchResult", place: int, tokens: float) -> "RunEstimate":
+    def _estimate_runs(self, result: "SearchResult", tokens: float) -> "list[RunEstimate]":
         from paceline.planner.search.budget import estimate_run
 
-        return estimate_run(
-            result.choices[place],
-            result.spec.shape,
-            tokens=tokens,
-            held_devices=self.devices,
-            price=self.cluster.price,
-            device_interval_h=self.cluster.failure_interval_h,
-            experts=result.spec.experts,
-        )
-
-    def _tables(
-        self,
-        result: "SearchResult",
-        runs: "list[RunEstimate] | None",
-        compared: "list[Comparison]",
-        changes: "list[Change]",
-    ) -> "list[Table]":
-        from paceline.reports.tables.planning import (
-            advice_table,
-            comparison_table,
-            run_lines,
-            search_table,
-        )
-
-        notes = [*([] if runs is None else run_lines(runs[0])), result.performance.note]
-        if self.runnable:
-            notes.append("These rates are not those of paceline train: measure, or use plan step.")
-        advice = [advice_table(changes)] if changes else []
-        return [search_table(result, runs, notes), *map(comparison_table, compared), *advice]
+        return [
+            estimate_run(
+                choice,
+                result.spec.shape,
+                tokens=tokens,
+                held_devices=self.devices,
+                price=self.cluster.price,
+                device_interval_h=self.cluster.failure_interval_h,
+                experts=result.spec.experts,
+            )
+            for choice in result.choices
+        ]
 
     def _rows(
-        self,
-        result: "SearchResult",
-        runs: "list[RunEstimate] | None",
-        compared: "list[Comparison]",
-        changes: "list[Change]",
-    ) -> Iterator[dict[str, object]]:
+        self, result: "SearchResult", runs: "list[RunEstimate] | None"
+    ) -> list[dict[str, object]]:
+        """Returns the search, and each of its layouts."""
         from paceline.planner.search.advice import not_told_apart
 
-        yield {
+        search: dict[str, object] = {
             "kind": "search",
             "model": self.model,
             "devices": self.devices,
@@ -168,15 +150,13 @@ class SearchCommand:
             "elapsed_s": result.elapsed_s,
             "not_told_apart": not_told_apart(result.choices),
         }
+        rows = [search]
         for place, choice in enumerate(result.choices):
             run = None if runs is None else runs[place]
             row = {"kind": "layout", "rank": place + 1, "name": choice.name, "bound": choice.bound}
             row |= {"bubble": choice.bubble_share, "exposed": choice.exposed_share}
-            yield row | {"choice": choice, "run": run}
-        for comparison in compared:
-            yield {"kind": "comparison", "reason": comparison.reason, "pair": comparison}
-        for change in changes:
-            yield {"kind": "change", "change": change}
+            rows.append(row | {"choice": choice, "run": run})
+        return rows
 
     def _draw(self, result: "SearchResult", tokens: float | None) -> None:
         from paceline.planner.search.advice import pareto_front
@@ -184,7 +164,7 @@ class SearchCommand:
         from paceline.reports.plots.style import save_as
 
         with work_progress("searching fewer and more devices"):
-            points: list[FrontPoint] = pareto_front(result.spec, result.performance)
+            points = pareto_front(result.spec, result.performance)
         shown = 1e12 if tokens is None else tokens
         subtitle = (
             f"{self.model}, {shown:.3g} tokens, batch of {result.spec.tokens_per_step:,}, "
@@ -245,7 +225,17 @@ class BudgetCommand:
         )
         notes = (performance.note,)
         table = budget_table(found, self._model_text(shape), self.cluster.device, notes)
-        self.output.show(_budget_rows(found), table)
+        rows = [
+            {
+                "kind": "budget",
+                "smallest": point is found.smallest,
+                "cheapest": point is found.cheapest,
+                "layout": point.choice.name,
+                "point": point,
+            }
+            for point in found.points
+        ]
+        self.output.show(rows, table)
         return 0
 
     def _shape(self, flops: float) -> ModelShape:
@@ -263,10 +253,3 @@ class BudgetCommand:
         dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"
         name = self.model or "20 tokens per parameter"
         return f"{name} ({billions:.3g} billion parameters: {dimensions})"
-
-
-def _budget_rows(found: "Budget") -> Iterator[dict[str, object]]:
-    for point in found.points:
-        is_smallest, is_cheapest = point is found.smallest, point is found.cheapest
-        row = {"kind": "budget", "smallest": is_smallest, "cheapest": is_cheapest}
-        yield row | {"layout": point.choice.name, "point": point}

@@ -181,26 +181,11 @@ class CalibrateRowsCommand:
 
     def run(self) -> int:
         """Fits the rows, holds out each model in turn, and prints constants and errors."""
+        from paceline.planner.calibrations.fit import calibrate_rows
         from paceline.planner.calibrations.calibration import write_calibrations
-        from paceline.planner.calibrations.cases import Case, predictable
-        from paceline.planner.calibrations.fit import build_calibrations
-        from paceline.planner.published import published_runs, read_rows
         from paceline.reports.tables.planning import calibrations_table
 
-        own = predictable(read_rows(self.rows))
-        pools: dict[str, list[Case]] = {}
-        for case in own:
-            pools.setdefault(case.pool, []).append(case)
-        if not pools:
-            raise UsageError(
-                f"{self.rows}: no row can be predicted; each needs model, devices, data, "
-                "context_length, global_batch, and s/iteration or tokens/s/device"
-            )
-        if self.with_published:
-            for case in predictable(published_runs()):
-                if case.pool in pools:
-                    pools[case.pool].append(case)
-        made = [each for cases in pools.values() for each in build_calibrations(cases)]
+        made = calibrate_rows(self.rows, with_published=self.with_published)
         if self.out is not None:
             write_calibrations(made, self.out)
         rows = [{"name": each.name, "rows": len(each.rows), **each.constants} for each in made]

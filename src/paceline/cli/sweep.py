@@ -16,8 +16,8 @@ from paceline.core.errors import UsageError
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from paceline.core.finding import Finding
-    from paceline.loop.executors import Executor, RunTask
+    from paceline.loop.executors import RunTask
+    from paceline.loop.sweep import MakeExecutor, SweepRunner
     from paceline.loop.sweep_design import SweepSpec
     from paceline.loop.sweep_directory import SweepDirectory, SweepState
     from paceline.training.config import RunConfig
@@ -83,6 +83,7 @@ class SweepCommand:
 
     def run(self) -> int:
         """Runs the sweep, or prints its plan."""
+        from paceline.core.processes import termination_as_exit
         from paceline.loop.sweep import sweep_table
         from paceline.loop.sweep_design import CHECKS, FIT
         from paceline.loop.sweep_directory import ROWS, SweepDirectory
@@ -93,7 +94,9 @@ class SweepCommand:
         if self.dry_run:
             return self._print_plan(spec, base)
         directory = SweepDirectory(self.out)
-        findings = self._make(directory, spec, base)
+        with SweepProgress(directory).open() as progress, termination_as_exit():
+            runner = progress.runner(self.ranks, self.at_once, self._make_executor())
+            findings = runner.run(spec, base)
         rows = [*directory.rows(*CHECKS, FIT), *findings]
         self.output.show(rows, sweep_table(directory), *map(str, findings))
         say(f"next: paceline scaling fit {self.out / ROWS} --budgets {self.target:g}")
@@ -130,45 +133,15 @@ class SweepCommand:
             say("times: not predicted; give --calibration records of paceline calibrate")
         return 0
 
-    def _make(
-        self, directory: "SweepDirectory", spec: "SweepSpec", base: "RunConfig"
-    ) -> "list[Finding]":
-        from paceline.core.processes import termination_as_exit
-        from paceline.loop.sweep import SweepRunner
+    def _make_executor(self) -> "MakeExecutor | None":
+        from paceline.loop.executors import RayExecutor, SlurmExecutor
 
-        with SweepProgress(directory).open() as progress:
-            runner = SweepRunner(
-                directory=directory,
-                make_executor=lambda state: self._executor(directory, state, progress),
-                ranks=self.ranks,
-                threads=self._threads,
-                on_change=progress.change,
-            )
-            with termination_as_exit():
-                return runner.run(spec, base)
-
-    def _threads(self, state: "SweepState") -> int:
-        from paceline.records.environment import threads_per_rank
-
-        if self.executor != "local":
-            return 1
-        return threads_per_rank(self.ranks * (self.at_once or state.at_once or 1))
-
-    def _executor(
-        self, directory: "SweepDirectory", state: "SweepState", progress: "SweepProgress"
-    ) -> "Executor":
         if self.executor == "slurm":
-            from paceline.loop.executors import SlurmExecutor
-
-            return SlurmExecutor(directory.path, self.at_once, self.partition, self.time_limit_min)
+            limits = (self.at_once, self.partition, self.time_limit_min)
+            return lambda _state: SlurmExecutor(self.out, *limits)
         if self.executor == "ray":
-            from paceline.loop.executors import RayExecutor
-
-            return RayExecutor(self.ray_address, self.at_once)
-        from paceline.loop.executors import LocalExecutor, runs_at_once
-
-        at_once = runs_at_once(directory, state, self.ranks, self.at_once, say)
-        return LocalExecutor(at_once, progress.wait)
+            return lambda _state: RayExecutor(self.ray_address, self.at_once)
+        return None
 
 
 class SweepProgress:
@@ -191,6 +164,30 @@ class SweepProgress:
         with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
             yield self
         self._live = None
+
+    def runner(
+        self, ranks: int, at_once: int | None, make_executor: "MakeExecutor | None" = None
+    ) -> "SweepRunner":
+        """Returns a runner of the sweep; by default, its runs train on this machine."""
+        from paceline.loop.executors import LocalExecutor, runs_at_once
+        from paceline.loop.sweep import SweepRunner
+        from paceline.records.environment import threads_per_rank
+
+        def make_local(state: "SweepState") -> LocalExecutor:
+            number = runs_at_once(self._directory, state, ranks, at_once, say)
+            return LocalExecutor(number, self.wait)
+
+        def threads(state: "SweepState") -> int:
+            is_local = make_executor is None
+            return threads_per_rank(ranks * (at_once or state.at_once or 1)) if is_local else 1
+
+        return SweepRunner(
+            directory=self._directory,
+            make_executor=make_executor or make_local,
+            ranks=ranks,
+            threads=threads,
+            on_change=self.change,
+        )
 
     def change(self) -> None:
         """Shows planned and ended runs."""

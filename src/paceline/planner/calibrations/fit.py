@@ -10,6 +10,7 @@ device count is held out instead.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,14 @@ import numpy.typing as npt
 
 from paceline.core.errors import UsageError
 from paceline.planner.calibrations.calibration import FrameworkCalibration, Residual, ranges
-from paceline.planner.calibrations.cases import Array, Case, CaseGroup, Variant, group_cases
+from paceline.planner.calibrations.cases import (
+    Array,
+    Case,
+    CaseGroup,
+    Variant,
+    group_cases,
+    predictable,
+)
 from paceline.planner.calibrations.parameters import (
     ALWAYS,
     PRIORS,
@@ -27,6 +35,7 @@ from paceline.planner.calibrations.parameters import (
     require_device,
     terms_of,
 )
+from paceline.planner.published import published_runs, read_rows
 from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, cell_of
 from paceline.predict.cost.step_time import step_time
 
@@ -162,6 +171,22 @@ def predict_held_out(cases: Sequence[Case], *, terms: Sequence[str] = USUAL_TERM
             test = [cases[number] for number in index]
             predicted[index] = predict_groups(group_cases(test), without, len(test))
     return predicted
+
+
+def calibrate_rows(path: pathlib.Path, *, with_published: bool) -> list[FrameworkCalibration]:
+    """Fits the measured runs of a file by framework, if asked with the published runs of each."""
+    pools: dict[str, list[Case]] = {}
+    for case in predictable(read_rows(path)):
+        pools.setdefault(case.pool, []).append(case)
+    if not pools:
+        raise UsageError(
+            f"{path}: no row can be predicted; each needs model, devices, data, "
+            "context_length, global_batch, and s/iteration or tokens/s/device"
+        )
+    for case in predictable(published_runs()) if with_published else ():
+        if case.pool in pools:
+            pools[case.pool].append(case)
+    return [each for cases in pools.values() for each in build_calibrations(cases)]
 
 
 def build_calibrations(
