@@ -6,8 +6,8 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from paceline.accounting.counts import count_parameters
 from paceline.accounting.memory.step import minimum_step_bytes
-from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import DataParallelSweep
 from paceline.benchmarks.strategies import COMMUNICATION, EXPOSED, STEP, StrategyComparison
 from paceline.core import BatchShape, model_preset, precision_preset, preset_names

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.core.runnable import Work, require_runnable

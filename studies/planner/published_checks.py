@@ -9,7 +9,7 @@ by more than `RATE_TOLERANCE`.
 
 from collections.abc import Callable
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core.specs import ModelShape
 from paceline.planner.published import PublishedRun, model_of
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.accounting.buckets import GROUP_BYTES
 from paceline.parallel import BucketedDataParallel, RankPool, ShardedDataParallel, ShardedOptimizer
 from tests.distributed.toys import (
     CONTAINERS,
@@ -159,3 +160,43 @@ def test_complex_gradients_are_averaged_in_another_dtype(
     rank_pool: Pools, container: str, dtype: torch.dtype
 ) -> None:
     rank_pool(2).run(_complex, container, dtype)
+
+
+class _PartlyUsed(nn.Module):
+    """A layer with a gradient of more than a MiB, and one that never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.unused, self.inner, self.outer = (
+            nn.Linear(2, 2),
+            nn.Linear(4, 600),
+            nn.Linear(600, 600),
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(inputs)).sum()
+
+
+def _cleared_during_backward(rank: int, world_size: int) -> None:
+    """On the first rank, user code clears a gradient after it was moved into its bucket."""
+    model, oracle = _PartlyUsed(), _PartlyUsed()
+    ours = BucketedDataParallel(model, 25.0)
+    weight = model.outer.weight
+    assert weight.nbytes > GROUP_BYTES  # A smaller gradient waits for others before it is moved.
+
+    def clear(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    if rank == 0:
+        weight.register_post_accumulate_grad_hook(clear)
+    ours(torch.full((3, 4), rank + 1.0)).backward()
+    assert weight.grad is not None
+    require_identical(weight.grad, "gradient")
+    for other in range(1, world_size):
+        (oracle(torch.full((3, 4), other + 1.0)) / world_size).backward()
+    torch.testing.assert_close(weight.grad, oracle.outer.weight.grad)
+
+
+def test_a_gradient_that_user_code_clears_counts_as_none(rank_pool: Pools) -> None:
+    rank_pool(2).run(_cleared_during_backward)

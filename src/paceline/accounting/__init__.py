@@ -1,11 +1,10 @@
 """Arithmetic over frozen specs: parameters, FLOPs, memory. Pure functions, no torch."""
 
 from paceline.accounting.attention import attention_saved_bytes
-from paceline.accounting.flops import flops_per_token
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.accounting.memory.activations import peak_activation_bytes
 from paceline.accounting.memory.model_states import model_state_bytes
 from paceline.accounting.memory.step import minimum_step_bytes, step_memory
-from paceline.accounting.parameters import count_parameters
 
 __all__ = [
     "attention_saved_bytes",

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.accounting.flops import model_segments
+from paceline.accounting.counts import model_segments
 from paceline.benchmarks.harness.measure import Stopwatch
 from paceline.core.errors import UsageError
 from paceline.core.host_memory import physical_memory_bytes

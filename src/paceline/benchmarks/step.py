@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from paceline.accounting.flops import AttentionConvention, flops_per_token
+from paceline.accounting.counts import AttentionConvention, flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
 from paceline.benchmarks.config import StepCase, StepSweep
 from paceline.benchmarks.harness.isolation import Subject, isolated_records

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.accounting.flops import flops_per_token
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.accounting.memory.step import minimum_step_bytes
-from paceline.accounting.parameters import count_parameters
 from paceline.benchmarks.config import StepCase, StepSweep
 from paceline.benchmarks.harness.measure import (
     current_environment,

@@ -226,7 +226,7 @@ def _calibrate(
     models: Sequence[tuple[ModelShape, BatchShape]], ranks: int, store: pathlib.Path
 ) -> None:
     """Measures the steps of models on this machine, and appends the records to a file."""
-    from paceline.benchmarks.calibration.calibrate import calibration_records
+    from paceline.benchmarks.calibration import calibration_records
     from paceline.benchmarks.config import ShapeCalibration
     from paceline.records import RecordStore
 

@@ -247,7 +247,7 @@ class BudgetCommand:
         return cluster_shape(rule_of_thumb_parameters(flops), context)
 
     def _model_text(self, shape: ModelShape) -> str:
-        from paceline.accounting.parameters import count_parameters
+        from paceline.accounting.counts import count_parameters
 
         billions = count_parameters(shape).total / 1e9
         dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"

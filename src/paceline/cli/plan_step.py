@@ -181,8 +181,8 @@ class CalibrateRowsCommand:
 
     def run(self) -> int:
         """Fits the rows, holds out each model in turn, and prints constants and errors."""
-        from paceline.planner.calibrations.fit import calibrate_rows
         from paceline.planner.calibrations.calibration import write_calibrations
+        from paceline.planner.calibrations.fit import calibrate_rows
         from paceline.reports.tables.planning import calibrations_table
 
         made = calibrate_rows(self.rows, with_published=self.with_published)

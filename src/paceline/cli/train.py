@@ -144,7 +144,7 @@ class TrainCommand:
         """Predicts the final loss from smaller runs, if given."""
         if self.runs is None:
             return None
-        from paceline.accounting.parameters import count_parameters
+        from paceline.accounting.counts import count_parameters
         from paceline.scaling import fit, read_sweep
         from paceline.scaling.fits.prediction import predict_loss
         from paceline.scaling.surface import compute_for

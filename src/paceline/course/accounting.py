@@ -7,6 +7,7 @@ convention open, the answer covers both: GB and GiB, sequential and overlapped c
 
 import math
 
+from paceline.accounting.counts import count_parameters
 from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.overlap import (
     Communications,
@@ -14,7 +15,6 @@ from paceline.accounting.overlap import (
     smallest_batch_tokens,
     smallest_batch_tokens_of_any_mesh,
 )
-from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import ShapeError
 from paceline.core.specs import ModelShape
 from paceline.core.units import GB, GIB

@@ -8,8 +8,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-from paceline.accounting.flops import flops_per_token
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.plan import Estimate
 from paceline.core.specs import ModelShape

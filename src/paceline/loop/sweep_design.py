@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from paceline.accounting.flops import flops_per_token
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
 from paceline.core.plan import Estimate

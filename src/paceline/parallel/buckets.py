@@ -280,6 +280,9 @@ class Bucket(GradientBucket):
         """Returns this rank's summand, with zeros and flags of zero for missing gradients."""
         self._used.fill_(1)
         self._missing = []
+        if len(taken) < len(self.parameters):
+            # User code may have cleared a gradient that was taken; the rank then has none.
+            taken = {position for position in taken if self._has_gradient(position)}
         return super().pack(taken, weight)
 
     def _leave_out(self, position: int) -> None:

@@ -41,7 +41,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.accounting.buckets import aligned, cut_unit, divide_as_torch, divide_into_buckets
-from paceline.accounting.flops import ModelSegment, model_segments
+from paceline.accounting.counts import ModelSegment, model_segments
 from paceline.accounting.overlap import ComputeSegment, OverlapResult, Transfer, simulate_overlap
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout

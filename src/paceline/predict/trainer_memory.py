@@ -3,7 +3,7 @@
 `paceline.predict.cost.memory` estimates any framework for millions of layouts at once. This
 module models one step of Paceline's trainer, run by torch's FSDP2 and pipeline schedules on a CPU,
 where every collective has finished when its call returns.
-`paceline.accounting.flops` assigns blocks to stages. T is the tokens of a micro-batch on a rank, t
+`paceline.accounting.counts` assigns blocks to stages. T is the tokens of a micro-batch on a rank, t
 the tensor ranks, c the context ranks, S the ranks that states are sharded over. u is the bytes of a
 block, the unit that FSDP2 gathers or averages at once. The rest of a stage is another unit, the
 root.
@@ -50,10 +50,9 @@ of p, forward from the first stage and backward from the last.
 import dataclasses
 from collections.abc import Iterator
 
-from paceline.accounting.flops import divide_into_stages
+from paceline.accounting.counts import count_parameters, divide_into_stages
 from paceline.accounting.memory.activations import SavedForBackward, count_activations
 from paceline.accounting.memory.step import MemoryParts
-from paceline.accounting.parameters import count_parameters
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import BatchShape, ModelShape, Precision
 

@@ -12,8 +12,7 @@ import dataclasses
 import functools
 import math
 
-from paceline.accounting.flops import flops_per_token
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, ModelShape
 

@@ -12,7 +12,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core.errors import UsageError
 from paceline.records.schema import missing_model_fields, model_of_case
 from paceline.scaling.sweep import Sweep, sweep_from_rows

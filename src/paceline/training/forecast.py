@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.accounting.flops import flops_per_token
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.accounting.memory.step import MemoryParts, step_memory
-from paceline.accounting.parameters import count_parameters
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.plan import Estimate, ParallelLayout
 from paceline.core.runnable import Work, needs_mesh, require_runnable

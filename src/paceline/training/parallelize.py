@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.accounting.flops import divide_into_stages
+from paceline.accounting.counts import divide_into_stages
 from paceline.core.errors import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.runnable import needs_mesh

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core.plan import Estimate
 from paceline.data.audit import AuditFinding, AuditRow, audit_row, check_audit
 from paceline.data.loader.batches import BatchReader

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.accounting import flops_per_token
-from paceline.accounting.flops import model_segments
+from paceline.accounting.counts import model_segments
 from paceline.accounting.memory.model_states import parameter_sizes
 from paceline.core import ModelShape
 from paceline.models import TransformerLM, next_token_loss

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.accounting.flops import divide_into_stages
+from paceline.accounting.counts import divide_into_stages
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
-from paceline.accounting.flops import model_segments
+from paceline.accounting.counts import model_segments
 from paceline.benchmarks.config import CALIBRATED_OPERATIONS
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.loop.directory import LoopDirectory, LoopSpec

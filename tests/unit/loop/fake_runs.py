@@ -5,8 +5,7 @@ import math
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from paceline.accounting.flops import flops_per_token
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.data.loader.config import SourceConfig
 from paceline.loop.executors import RunTask
 from paceline.loop.sweep import SweepRunner

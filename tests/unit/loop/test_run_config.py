@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.accounting.flops import flops_per_token
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape

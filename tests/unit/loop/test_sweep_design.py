@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core.errors import UsageError
 from paceline.loop.run_config import run_config
 from paceline.loop.sweep_design import (

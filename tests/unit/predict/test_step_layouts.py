@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core import UsageError
 from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset

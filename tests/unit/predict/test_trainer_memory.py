@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.benchmarks.options import parse_layout
 from paceline.core.plan import ActivationCheckpointing
 from paceline.core.presets import model_preset

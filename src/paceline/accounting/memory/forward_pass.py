@@ -7,9 +7,9 @@ float32, and every change of dtype is an operation that allocates a copy.
 
 import dataclasses
 
+from paceline.accounting.counts import block_parameters
 from paceline.accounting.memory.autograd_tape import Buffer, Tape, Value
 from paceline.accounting.memory.model_states import parameter_sizes
-from paceline.accounting.parameters import block_parameters
 from paceline.core.specs import (
     AttentionImplementation,
     BatchShape,

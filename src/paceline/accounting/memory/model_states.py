@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.accounting.buckets import aligned, assign_largest_first, cut_unit, divide_into_buckets
-from paceline.accounting.parameters import block_parameters
+from paceline.accounting.counts import block_parameters
 from paceline.core.specs import ModelShape, Precision, bytes_per_element
 from paceline.core.strategies import (
     DEFAULT_BUCKET_SIZE_MB,

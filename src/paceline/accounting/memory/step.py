@@ -21,6 +21,7 @@ gradients twice.
 import dataclasses
 
 from paceline.accounting.buckets import GROUP_BYTES, cut_unit
+from paceline.accounting.counts import block_parameters, count_parameters
 from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.memory.activations import BucketSize, Checkpointing, count_activations
 from paceline.accounting.memory.model_states import (
@@ -30,7 +31,6 @@ from paceline.accounting.memory.model_states import (
     model_state_bytes,
     state_units,
 )
-from paceline.accounting.parameters import block_parameters, count_parameters
 from paceline.core.finding import Finding
 from paceline.core.hardware import Device
 from paceline.core.specs import (

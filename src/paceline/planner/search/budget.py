@@ -11,8 +11,7 @@ power of two.
 import dataclasses
 import math
 
-from paceline.accounting.flops import flops_per_token
-from paceline.accounting.parameters import all_parameters
+from paceline.accounting.counts import all_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.specs import Experts, ModelShape
 from paceline.planner.goodput.options import CONSTANTS, LLAMA3_DEVICE_INTERVAL_H, options

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.flops import model_flops_per_token
+from paceline.accounting.counts import model_flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, Estimate, ParallelLayout
 from paceline.core.specs import BatchShape

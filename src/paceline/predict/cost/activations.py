@@ -49,8 +49,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.accounting.flops import divide_into_stages
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters, divide_into_stages
 from paceline.core.specs import Experts, ModelShape
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 

@@ -19,7 +19,7 @@ stage has the fewest micro-batches in flight, plus the logits of one.
 The largest stage of a pipeline has ceil(L / p) blocks and the embedding or the output layer. If
 L + 2 blocks divide evenly and L do not, embedding and output layer count as one block each, as in
 BLOOM and Llama 3. The largest stage then has (L + 2) / p blocks, or one less and the embedding. For
-Paceline's trainer it is the largest of the trainer's stages (`paceline.accounting.flops`), which
+Paceline's trainer it is the largest of the trainer's stages (`paceline.accounting.counts`), which
 balance the work. `paceline.predict.cost.framework_memory` adds framework-specific memory.
 
 A mixture has E experts in most of its blocks. Each of x expert ranks holds E / x whole experts:
@@ -28,7 +28,7 @@ them over the t c s / x ranks, of s shards, that hold the same experts:
 
     experts           m h f E / x weights per block with experts, over t c s / x ranks
     router            h E weights per block with experts, over the shards
-    all others        as above, without either of them (`paceline.accounting.parameters`)
+    all others        as above, without either of them (`paceline.accounting.counts`)
 
 The largest stage has experts in all of its blocks, if the model has that many blocks with experts.
 """
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.accounting.parameters import (
+from paceline.accounting.counts import (
     ParameterCount,
     count_parameters,
     expert_parameters,

@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.accounting.collectives import Numbers
-from paceline.accounting.parameters import count_parameters, inactive_parameters
+from paceline.accounting.counts import count_parameters, inactive_parameters
 from paceline.core.errors import UsageError
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.communication import (

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.accounting.flops import model_flops_per_token
+from paceline.accounting.counts import model_flops_per_token
 from paceline.cli.main import main
 from paceline.core import ParallelLayout, UsageError, model_preset
 from paceline.core.errors import ShapeError

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from paceline.accounting.parameters import count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.core.plan import ParallelLayout
 from paceline.core.presets import model_preset
 from paceline.core.specs import Precision

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.accounting import flops_per_token
-from paceline.accounting.flops import model_flops_per_token
-from paceline.accounting.parameters import all_parameters, other_parameters, router_parameters
+from paceline.accounting.counts import (
+    all_parameters,
+    model_flops_per_token,
+    other_parameters,
+    router_parameters,
+)
 from paceline.core import ModelShape, ParallelLayout, Precision, find_device
 from paceline.core.errors import HardwareError
 from paceline.core.presets import find_preset, mixture_names

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.accounting.parameters import inactive_parameters
+from paceline.accounting.counts import inactive_parameters
 from paceline.core import ModelShape, ParallelLayout, Precision, UsageError
 from paceline.core.specs import Experts
 from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, Tier, Tiers, cell_of
