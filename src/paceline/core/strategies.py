@@ -41,7 +41,7 @@ FORMER_NAMES: dict[str, StrategyName] = {
 """Names of earlier versions, which configs, flags and files may still have."""
 
 _HINTS = {
-    "zero3": "'fsdp' or 'torch_fsdp2'",
+    "zero3": "'fsdp' (ZeRO-3) or 'torch_fsdp2'",
     "fsdp2": "'torch_fsdp2'",
     "shardedperbucket": "'zero2', or 'fsdp' for less memory",
     "torchzeroview": "'torch_zero'",
