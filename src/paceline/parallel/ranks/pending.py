@@ -124,6 +124,8 @@ class Pending:
         """
         if not self._is_direct:
             return all(work.is_completed() for work in self._works)
+        if self._is_over:
+            return True  # Known from a wait; a thread would take a moment to find the same.
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._wait_once, daemon=True)
             self._watcher.start()
