@@ -230,3 +230,17 @@ def test_programs_import_names_that_the_package_has(folder: str) -> None:
                     submodule = f"{node.module}.{alias.name}"
                     found = hasattr(module, alias.name) or importlib.util.find_spec(submodule)
                     assert found, f"{folder}/{name} imports {submodule}, which does not exist"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from paceline.cli.main import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'numpy', 'typeguard', 'asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import pathlib
 import pkgutil
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -116,8 +117,15 @@ SUBJECTS = {
 }
 """Every subject of ``paceline bench``: a new benchmark is one entry here."""
 
+
+def _command(sweep: type) -> type:
+    """Returns the command of a sweep: a class, because tyro needs typeguard to check an alias."""
+    command = types.new_class(f"{sweep.__name__}Command", (SweepCommand[sweep],))  # type: ignore[valid-type]
+    return dataclasses.dataclass(frozen=True, kw_only=True)(command)
+
+
 COMMANDS = {
-    name: (subject.command or SweepCommand[subject.sweep], subject.sweep.__doc__)
+    name: (subject.command or _command(subject.sweep), subject.sweep.__doc__)
     for name, subject in SUBJECTS.items()
 }
 
