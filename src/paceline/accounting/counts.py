@@ -136,7 +136,7 @@ def block_parameters(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 def expert_parameters(experts: Experts, shape: ModelShape) -> Any:
     """Returns the number of weights of one expert."""
-    return (3 if shape.feed_forward == "swiglu" else 2) * shape.d_model * experts.width
+    return _FEED_FORWARD_MATRICES[shape.feed_forward] * shape.d_model * experts.width
 
 
 def inactive_parameters(experts: Experts, shape: ModelShape) -> Any:

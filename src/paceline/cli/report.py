@@ -60,9 +60,11 @@ class TableCommand:
             self.output.show(records)
             return 0
         table = records_table(with_predictions(records, every), self.view)
-        texts = {"markdown": render_markdown(table), "csv": render_csv(records)}
-        shown = texts[self.format].rstrip("\n") if self.format in texts else table
-        self.output.show((), shown)
+        if self.format == "rich":
+            self.output.show((), table)
+        else:
+            text = render_csv(records) if self.format == "csv" else render_markdown(table)
+            self.output.show((), text.rstrip("\n"))
         return 0
 
 

@@ -50,7 +50,7 @@ _HINTS = {
 
 _FORMER_IN_JSON = re.compile(
     rb'("(?:strategy|container|operation|subject|baseline)" ?: ?"(?:[^"]*[ ,])?)'
-    rb'(bucketed|sharded_optimizer|sharded|fully_sharded)"'
+    rb'(%b)"' % "|".join(FORMER_NAMES).encode()
 )
 
 BucketSize = float | Literal["auto"]

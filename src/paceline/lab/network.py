@@ -8,12 +8,8 @@ namespaces, links and shaping. Namespaces are anonymous, so they cannot leak or 
 As root, namespaces are created directly; otherwise inside a user namespace, if the kernel allows
 it. Hosts cannot reach the outside: the switch has no uplink.
 
-`measure_link` measures the real rate of a link with one short TCP stream, counted at the receiver.
-
-Measures the real rate of a link with one short TCP stream, counted at the receiver.
-
-``python -m paceline.lab.network receive ADDRESS`` prints the port that it listens on, then the
-payload bits per second; ``python -m paceline.lab.network send ADDRESS PORT BUFFER`` sends to it.
+`measure_link` measures the real rate of a link with one short TCP stream from `send` on one host to
+`receive` on another, which counts the payload.
 """
 
 import contextlib

@@ -18,9 +18,10 @@ import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import error_tail, start_child
-from paceline.core.strategies import StrategyName, with_current_names
+from paceline.core.strategies import StrategyName
 from paceline.lab.network import LabError, hosts
 from paceline.loop.sweep import progress_text
+from paceline.loop.sweep_directory import read_json
 from paceline.predict.history import HistoryEntry, history_path, read_history
 from paceline.reports.plots.style import save_as
 from paceline.reports.plots.training_run import plot_story
@@ -189,8 +190,7 @@ class Demo:
 
 def read_outcome(directory: pathlib.Path) -> DemoOutcome:
     """Returns the outcome of a finished demo."""
-    content = with_current_names((directory / _OUTCOME).read_bytes())
-    return msgspec.json.decode(content, type=DemoOutcome)
+    return read_json(directory / _OUTCOME, DemoOutcome, "not the outcome of a demo")
 
 
 def draw_demo(directory: pathlib.Path) -> "Figure":

@@ -195,11 +195,12 @@ class GradientBucket(abc.ABC):
         """
         left = []
         for position in range(len(self.parameters)):
-            if position not in taken:
-                if self._has_gradient(position):
-                    left.append(position)
-                else:
-                    self._leave_out(position)
+            if position in taken:
+                continue
+            if self._has_gradient(position):
+                left.append(position)
+            else:
+                self._leave_out(position)
         # User code may have replaced a gradient of an earlier pass.
         self.take(left, weight)
         return self._message(weight)
