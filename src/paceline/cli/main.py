@@ -5,7 +5,9 @@ Neither this module nor any module that it imports may load torch or numpy: pars
 types of a command, but not its implementation.
 """
 
+import dataclasses
 import functools
+import inspect
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,7 +39,8 @@ from paceline.core.errors import UsageError, did_you_mean
 _DESCRIPTION = (
     "Plan, run and explain the data-parallel training of language models.\n"
     "--version prints the version. Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted, "
-    "141 stdout was closed, 143 a training run was asked to stop and has saved a checkpoint."
+    "141 stdout was closed, 143 a training run was asked to stop and has saved a checkpoint, 129 "
+    "the same because its terminal was closed."
 )
 
 COMMANDS: Mapping[str, Any] = {
@@ -129,6 +132,8 @@ _GOALS = (
     ("check this machine", "paceline env --self-test"),
     ("emulate a slow network", "paceline lab run --hosts 2 --rate 1gbit -- paceline bench ddp"),
 )
+_COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
+"""Flags of tyro that make a shell complete the commands."""
 _PARSING = (
     tyro.conf.OmitArgPrefixes,
     tyro.conf.OmitSubcommandPrefixes,
@@ -174,8 +179,9 @@ def goals_text() -> str:
 def parse(arguments: Sequence[str]) -> Command:
     """Parses a command line into a command with its options; raises or exits if it is invalid."""
     _require_known(arguments)
+    kind = _union(COMMANDS, arguments)
     command: Command = tyro.cli(
-        _union(COMMANDS), prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
+        kind, prog="paceline", description=_DESCRIPTION, args=arguments, config=_PARSING
     )
     return command
 
@@ -197,12 +203,23 @@ def _require_known(arguments: Sequence[str]) -> None:
         known, path = kind, f"{path} {word}"
 
 
-def _union(commands: Mapping[str, Any]) -> Any:
-    """Returns the union of the commands' types, each annotated with its name, as tyro needs it."""
+def _union(commands: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+    """Returns the union of the commands' types, each annotated with its name, as tyro needs it.
+
+    Only the command that the arguments name has its options, except in scripts that complete
+    commands in a shell. tyro shows no more of the others than their descriptions, and reading the
+    options of every command would take most of the time of ``paceline --help``.
+    """
+    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    is_whole = word.startswith(_COMPLETION)
     named = []
     for name, command in commands.items():
         kind, description = _kind_of(command)
-        kind = _union(kind) if isinstance(kind, Mapping) else kind
+        if name != word and not is_whole:
+            description = description or inspect.getdoc(kind)
+            kind = dataclasses.make_dataclass(name, [])
+        elif isinstance(kind, Mapping):
+            kind = _union(kind, arguments if is_whole else rest)
         named.append(Annotated[kind, tyro.conf.subcommand(name, description=description)])
     return functools.reduce(operator.or_, named)
 
