@@ -8,8 +8,8 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 
+from paceline.core.host import threads_per_rank
 from paceline.records import CaseValue, Metric, RecordStore
-from paceline.records.environment import threads_per_rank
 
 Store = str | os.PathLike[str]
 Numbers = Mapping[str, Metric | float | Sequence[float]]

@@ -12,11 +12,11 @@ import pathlib
 import msgspec
 import numpy as np
 
+from paceline.core.host import threads_per_rank
 from paceline.loop.directory import LoopDirectory
 from paceline.loop.executors import LocalExecutor, make_task
 from paceline.loop.sweep_design import PlannedRun, Rule, SweepSpec, find_shape, planned_run
 from paceline.loop.sweep_directory import SweepDirectory
-from paceline.records.environment import threads_per_rank
 from paceline.scaling.model_shapes import rule_of_thumb_parameters
 from paceline.training.toml_config import read_config
 from studies.harness.study import study_parser

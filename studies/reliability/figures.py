@@ -124,6 +124,11 @@ ROWS = (
         "an error that names the file, within 10 s and 500 MB",
     ),
     Row(
+        "two or three commands on one directory, started and killed at random",
+        "ownership",
+        "a second command is refused; in the end as one undisturbed command, to the byte",
+    ),
+    Row(
         "half an hour on 2 ranks",
         "soak",
         "memory grows by less than 1%, file descriptors not at all",

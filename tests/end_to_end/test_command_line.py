@@ -388,3 +388,34 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path) -> None
     assert "Traceback" not in process.stderr.read()
     assert process.wait() == 141
     process.stderr.close()
+
+
+def test_a_full_stdout_is_one_line_and_exit_code_1() -> None:
+    with pathlib.Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "paceline", "plan", "memory", "--model", "small"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert result.returncode == 1
+    assert result.stderr == "paceline: error: No space left on device; free disk space\n"
+
+
+def test_an_interruption_while_the_command_line_is_imported_is_one_line() -> None:
+    program = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "tyro":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from paceline.__main__ import main
+sys.exit(main())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, "train", "run.toml"], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (130, "paceline: interrupted\n")

@@ -1,6 +1,7 @@
 """Tests of ``paceline train`` as typed by a user: trained, killed and resumed."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -9,12 +10,13 @@ import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 import tomllib
 
 import pytest
 
-from tests.processes import call_paceline, children_of
+from tests.processes import call_paceline, children_of, until
 
 _SMALL = (
     *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
@@ -190,6 +192,45 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> N
     assert stdout.startswith("stopped after step ")
     assert "failed" not in stderr
     assert list((place / "long" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_run_whose_terminal_is_closed_is_saved(place: pathlib.Path, ranks: str) -> None:
+    out = f"closed-{ranks}"
+    changes = ("--set", f"out={out}", "--set", "training.steps=100000")
+    changes += ("--set", "checkpoint.every_steps=99999", "--set", "logging.every_steps=100")
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "paceline",
+            "train",
+            "run.toml",
+            "--ranks",
+            ranks,
+            *_SMALL,
+            *changes,
+        ],
+        cwd=place,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+
+    def trains() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 1 << 16)  # Otherwise the run waits for its terminal.
+        return _last_step(place / out) > 5
+
+    until(trains)
+    os.close(ours)
+    assert running.wait(120) == 129
+    assert list((place / out / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from paceline.benchmarks.harness.measure import (
     step_peaks,
     storage_bytes,
 )
-from paceline.core.host_memory import resident_peak_bytes
+from paceline.core.host import resident_peak_bytes
 from paceline.core.specs import bytes_per_element
 from paceline.core.units import Progress
 from paceline.kernels import attention

@@ -32,7 +32,7 @@ from torch import Tensor
 from paceline.accounting.counts import model_segments
 from paceline.benchmarks.harness.measure import Stopwatch
 from paceline.core.errors import UsageError
-from paceline.core.host_memory import physical_memory_bytes
+from paceline.core.host import physical_memory_bytes
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import MIB, format_binary_bytes

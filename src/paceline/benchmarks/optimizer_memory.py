@@ -41,7 +41,7 @@ from paceline.benchmarks.harness.measure import (
 )
 from paceline.benchmarks.harness.ranks import BUILDING_S, MeasuringRanks, sweep_ranks
 from paceline.benchmarks.strategies import StrategyStep, memory_obstacle, strategy_case_fields
-from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
+from paceline.core.host import reset_resident_peak, resident_peak_bytes
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import Progress

@@ -26,7 +26,7 @@ from paceline.benchmarks.harness.measure import (
     step_peaks,
     storage_bytes,
 )
-from paceline.core.host_memory import reset_resident_peak, resident_peak_bytes
+from paceline.core.host import reset_resident_peak, resident_peak_bytes
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.core.units import Progress

@@ -1,9 +1,8 @@
 """``paceline lab``: emulates a cluster on this machine, and injects faults into a run."""
 
 import dataclasses
-import os
 import pathlib
-import tempfile
+import shlex
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -188,27 +187,29 @@ class SlurmCommand:
     """CPUs that each node claims to have."""
     gpus_per_node: int = 2
     """GPUs that each node claims to have; there are no real ones behind them."""
-    directory: pathlib.Path = pathlib.Path(tempfile.gettempdir()) / f"paceline-slurm-{os.geteuid()}"
-    """Directory for all files of the cluster."""
+    directory: pathlib.Path | None = None
+    """Directory for all files of the cluster; by default paceline-slurm in XDG_RUNTIME_DIR, or in
+    the user's state directory."""
     output: Flat[OutputOptions] = dataclasses.field(default_factory=OutputOptions)
 
     def run(self) -> int:
         """Performs the action and prints the resulting state."""
-        from paceline.lab.slurm import slurm_status, start_slurm, stop_slurm
+        from paceline.lab.slurm import default_directory, slurm_status, start_slurm, stop_slurm
 
+        directory = self.directory or default_directory()
         if self.action == "start":
             status = start_slurm(
-                self.directory,
+                directory,
                 num_nodes=self.nodes,
                 cpus_per_node=self.cpus_per_node,
                 gpus_per_node=self.gpus_per_node,
             )
         else:
             if self.action == "stop":
-                stop_slurm(self.directory)
-            status = slurm_status(self.directory)
+                stop_slurm(directory)
+            status = slurm_status(directory)
         lines = [f"{status.state} in {status.directory}", *status.nodes]
         if self.action == "start":
-            lines = [f"export SLURM_CONF={status.configuration}"]
+            lines = [f"export SLURM_CONF={shlex.quote(status.configuration)}"]
         self.output.show([status], *lines)
         return 0

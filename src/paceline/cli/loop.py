@@ -116,11 +116,11 @@ class LoopCommand:
     def _go_round(
         self, directory: "LoopDirectory", spec: "LoopSpec", base: "RunConfig"
     ) -> "Outcome":
+        from paceline.core.host import available_processors
         from paceline.core.processes import termination_as_exit
         from paceline.loop.executors import LocalExecutor
         from paceline.loop.run import LoopRunner
         from paceline.predict.history import history_path
-        from paceline.records.environment import available_processors
 
         cores = available_processors()
         powers = (2**power for power in range(cores.bit_length()))

@@ -17,7 +17,7 @@ import msgspec
 import tyro
 
 from paceline.core.errors import DISK_FULL, PacelineError, UsageError
-from paceline.core.units import format_duration
+from paceline.core.units import format_duration, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ class OutputOptions:
             return
         for each in shown:
             if isinstance(each, str):
-                sys.stdout.write(f"{each}\n")
+                sys.stdout.write(f"{printable(each)}\n")
             else:
                 stdout_console().print(each)
 
@@ -144,7 +144,7 @@ def stderr_console() -> "Console":
 
 def say(remark: str) -> None:
     """Prints a line on stderr verbatim: paths and file contents are not markup."""
-    stderr_console().print(remark, markup=False, soft_wrap=True)
+    stderr_console().print(printable(remark), markup=False, soft_wrap=True)
 
 
 class CaseProgress:
@@ -253,7 +253,7 @@ def guarded(run: Callable[[], int]) -> int:
         exit_code = run()
         sys.stdout.flush()
     except PacelineError as error:
-        sys.stderr.write(f"paceline: error: {error}\n")
+        sys.stderr.write(f"paceline: error: {printable(str(error))}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
         package = (error.name or "paceline").partition(".")[0]
@@ -265,17 +265,23 @@ def guarded(run: Callable[[], int]) -> int:
         sys.stderr.write("paceline: interrupted\n")
         return 130
     except BrokenPipeError:
-        # Python flushes stdout again at exit, so redirect it to /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         return 141
     except OSError as error:
         if error.filename is None and error.errno not in DISK_FULL:
             raise
+        if error.filename is None:  # stdout may be what is full.
+            _close_stdout()
         where = f"{error.filename}: " if error.filename is not None else ""
         remedy = "free disk space" if error.errno in DISK_FULL else "name another path"
-        sys.stderr.write(f"paceline: error: {where}{error.strerror}; {remedy}\n")
+        sys.stderr.write(f"paceline: error: {printable(where)}{error.strerror}; {remedy}\n")
         return 1
     return exit_code
+
+
+def _close_stdout() -> None:
+    """Discards what is left to print: Python flushes stdout once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _missing(package: str) -> str:

@@ -169,9 +169,9 @@ class SweepProgress:
         self, ranks: int, at_once: int | None, make_executor: "MakeExecutor | None" = None
     ) -> "SweepRunner":
         """Returns a runner of the sweep; by default, its runs train on this machine."""
+        from paceline.core.host import threads_per_rank
         from paceline.loop.executors import LocalExecutor, runs_at_once
         from paceline.loop.sweep import SweepRunner
-        from paceline.records.environment import threads_per_rank
 
         def make_local(state: "SweepState") -> LocalExecutor:
             number = runs_at_once(self._directory, state, ranks, at_once, say)

@@ -6,7 +6,7 @@ A writer that is killed leaves only a hidden sibling whose name starts with `UNF
 import contextlib
 import os
 import pathlib
-import tempfile
+import secrets
 from collections.abc import Iterator
 from typing import IO
 
@@ -38,13 +38,14 @@ def create_atomically(path: pathlib.Path, content: bytes | bytearray | memoryvie
 @contextlib.contextmanager
 def _unfinished(path: pathlib.Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=UNFINISHED, dir=path.parent, delete=False) as file:
+    unfinished = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+    # Created as any other file is, with the mode that the user's umask leaves.
+    with unfinished.open("xb") as file:
         try:
-            os.fchmod(file.fileno(), 0o644)  # The usual mode; temporary files are private.
             yield file
         finally:
             with contextlib.suppress(OSError):
-                pathlib.Path(file.name).unlink()
+                unfinished.unlink()
 
 
 def _make_durable(file: IO[bytes]) -> None:

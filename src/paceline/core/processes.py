@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -14,14 +15,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+from paceline.core.lock import INHERITED, held_locks
+
 _PR_SET_PDEATHSIG = 1
 # Loaded at import: loading takes a lock, which a process must not do between fork and exec.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that request a stop: from a scheduler, its advance warning, and Ctrl-C."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that stopped on request."""
+HUNG_UP = 128 + signal.SIGHUP
+"""Exit code of a command that stopped because its terminal was closed."""
+STOP_CODES = (STOPPED, HUNG_UP)
+ENDED_BY_REQUEST = (-signal.SIGTERM, -signal.SIGHUP)
+"""Return codes of processes that were asked to stop before they could handle the signal."""
 LOST_PEER = 75
 """Exit code of a process that found a peer of its group late or gone."""
 
@@ -43,9 +49,13 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Starts a program that dies with this process; `options` are those of `subprocess.Popen`.
 
-    `log` is a file to append stdout and stderr to; the program then has no stdin.
+    `log` is a file to append stdout and stderr to; the program then has no stdin. The program owns
+    the directories that this process owns, until both have ended.
     """
     parent_pid = os.getpid()
+    locks = held_locks()
+    options["pass_fds"] = (*options.get("pass_fds", ()), *locks)
+    options["env"] = {**options.get("env", os.environ), INHERITED: ",".join(map(str, locks))}
     with contextlib.ExitStack() as stack:
         if log is not None:
             options["stdin"] = subprocess.DEVNULL
@@ -62,6 +72,43 @@ def error_tail(log: pathlib.Path, exit_code: int) -> str:
     errors = [line.partition(_ERROR)[2] for line in last if _ERROR in line]
     text = (errors or list(last) or ["it printed nothing"])[-1]
     return f"exit code {exit_code}: {text[:_LONGEST_ERROR]}"
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that request a stop of this process.
+
+    They come from a scheduler, its advance warning, Ctrl-C, and a terminal that is closed; under
+    nohup, which ignores the last, it requests nothing.
+    """
+    signals = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
+
+
+_hung_up = threading.Event()
+
+
+def note_stop_request(number: int) -> None:
+    """Notes that this process was asked to stop; stops using a terminal that was closed."""
+    if number != signal.SIGHUP:
+        return
+    _hung_up.set()
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            # The next write to a closed terminal is an error, and would prevent saving.
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def stop_code() -> int:
+    """Returns the exit code of a process that was asked to stop.
+
+    Ranks end with `STOPPED` whatever the request; who started them says what it was.
+    """
+    return HUNG_UP if _hung_up.is_set() and "RANK" not in os.environ else STOPPED
 
 
 def back_off_s(num_failures: int, first_s: float, longest_s: float = math.inf) -> float:
@@ -132,7 +179,7 @@ class SignalForwarder:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
+            self._before = {each: signal.signal(each, self._note) for each in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,6 +189,7 @@ class SignalForwarder:
     def _note(self, number: int, _frame: object) -> None:
         # A terminal sends SIGINT to the child processes as well. A second SIGINT would interrupt
         # their handling of the first.
+        note_stop_request(number)
         self._received.append(signal.SIGTERM if number == signal.SIGINT else number)
 
     def send_to(self, processes: Iterable[subprocess.Popen[bytes] | ForkedProcess]) -> bool:
@@ -204,7 +252,7 @@ def _next_failure(
             return_code = process.poll()
             if return_code is not None:
                 del running[name]
-            if return_code == STOPPED or (was_asked and return_code == -signal.SIGTERM):
+            if return_code in STOP_CODES or (was_asked and return_code in ENDED_BY_REQUEST):
                 is_asked, code = True, STOPPED
             elif return_code in (_EXCEPTION, LOST_PEER) and code == STOPPED:
                 pass  # It lost a peer that stopped first.
@@ -258,14 +306,20 @@ def ignore_sigint() -> Iterator[None]:
 
 @contextlib.contextmanager
 def termination_as_exit() -> Iterator[None]:
-    """Turns SIGTERM and SIGUSR1 into SystemExit(143) so that `finally` blocks run."""
+    """Turns requests to stop into SystemExit(143) or, for SIGHUP, (129), so that `finally` runs."""
 
-    def leave(_signal: int, _frame: object) -> None:
+    def leave(number: int, _frame: object) -> None:
+        note_stop_request(number)
         raise SystemExit(STOPPED)
 
-    previous = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    requests = [each for each in stop_signals() if each != signal.SIGINT]
+    previous = {each: signal.signal(each, leave) for each in requests}
     try:
         yield
+    except SystemExit as leaving:
+        if leaving.code == STOPPED:
+            raise SystemExit(stop_code()) from None
+        raise
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)

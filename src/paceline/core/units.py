@@ -33,6 +33,8 @@ _RATE_UNITS = {
     **{f"{unit}/s": bits for unit, bits in _BIT_UNITS.items()},
     **{f"{unit}/s": 8 * num_bytes for unit, num_bytes in _BYTE_UNITS.items()},
 }
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, except those that end lines and separate columns."""
 _BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -97,6 +99,11 @@ def format_binary_bytes(num_bytes: float) -> str:
 def format_decimal(value: float, unit: str) -> str:
     """Formats a value with a decimal prefix, such as ``75.2 GFLOP/s``."""
     return _format(value, [(step, prefix + unit) for step, prefix in _DECIMAL_STEPS], unit)
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which a terminal would obey, by their escape sequences."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def format_count(value: float) -> str:

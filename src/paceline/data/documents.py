@@ -11,7 +11,7 @@ import codecs
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paceline.core.errors import DataError, UsageError
 from paceline.core.units import MIB
 from paceline.data.megatron import MegatronDataset
-from paceline.data.source_files import FoundFile, read_chunks
+from paceline.data.source_files import FoundFile, read_chunks, require_sane
 from paceline.records.store import UNDECODABLE
 
 if TYPE_CHECKING:
@@ -31,12 +31,15 @@ TOO_LONG = "too long"
 EMPTY = "empty"
 INVALID_JSON = "invalid JSON"
 UNKNOWN_KIND = "file of unknown kind"
+OUTSIDE_LINK = "link that leads out of its directory"
 DUPLICATE = "duplicate"
 
 _UNITS = {"text": "byte", "jsonl": "byte", "parquet": "row", "megatron": "document"}
 _LINE_END = b"\n"
 _PARQUET_BATCH_BYTES = 4 * MIB
-_MOST_ROWS = 4096
+_MOST_ROWS, _MOST_EXPANDED_ROWS = 4096, 256
+_HARMLESS_PARQUET_BYTES = 256 * MIB
+"""Bytes of text up to which a Parquet file of any size is accepted."""
 
 
 class Document(NamedTuple):
@@ -175,23 +178,29 @@ def _token_documents(span: SourceSpan, options: ReadOptions) -> Iterator[Found]:
 def _parquet_documents(span: SourceSpan, options: ReadOptions) -> Iterator[Found]:
     assert span.end is not None
     with _open_parquet(span.file) as opened:
-        import pyarrow
-
         column = _column(opened, span.file, options.field)
-        metadata = opened.metadata
-        row = sum(metadata.row_group(group).num_rows for group in range(span.start))
-        for group in range(span.start, span.end):
-            num_rows = metadata.row_group(group).num_rows
-            num_bytes = metadata.row_group(group).column(column).total_uncompressed_size
-            batch_rows = num_rows * _PARQUET_BATCH_BYTES // max(1, num_bytes)
+        groups = [opened.metadata.row_group(group) for group in range(span.end)]
+    row = sum(group.num_rows for group in groups[: span.start])
+    chunks = [group.column(column) for group in groups[span.start :]]
+    # A text that a page has once can be the value of any number of rows.
+    has_dictionary = all(any("DICTIONARY" in name for name in each.encodings) for each in chunks)
+    num_bytes = 0
+    with _open_parquet(span.file, [options.field] if has_dictionary else None) as opened:
+        for number, chunk in enumerate(chunks, start=span.start):
+            num_rows = (
+                _PARQUET_BATCH_BYTES * chunk.num_values // max(1, chunk.total_uncompressed_size)
+            )
+            # Without dictionaries, the sizes of a hostile file may be far from the truth.
+            most_rows = _MOST_ROWS if has_dictionary else _MOST_EXPANDED_ROWS
             for batch in opened.iter_batches(
-                batch_size=min(_MOST_ROWS, max(1, batch_rows)),
-                row_groups=[group],
+                batch_size=min(most_rows, max(1, num_rows)),
+                row_groups=[number],
                 columns=[options.field],
                 use_threads=False,
             ):
-                # Read as bytes: Parquet requires UTF-8 but does not validate it.
-                for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                for content in _texts(batch.column(0), has_dictionary):
+                    num_bytes += len(content or b"")
+                    require_sane(span.file, num_bytes, _HARMLESS_PARQUET_BYTES)
                     if content is None:
                         yield LeftOut(row, _missing_field(options.field), 0)
                     elif len(content) > options.max_document_bytes:
@@ -199,6 +208,19 @@ def _parquet_documents(span: SourceSpan, options: ReadOptions) -> Iterator[Found
                     else:
                         yield _text_document(row, content)
                     row += 1
+
+
+def _texts(column: Any, has_dictionary: bool) -> Iterator[bytes | None]:
+    """Yields texts as bytes: Parquet requires UTF-8 but does not validate it."""
+    import pyarrow
+
+    kind = pyarrow.large_binary()
+    if not has_dictionary:
+        yield from column.cast(kind).to_pylist()
+        return
+    values = column.dictionary.cast(kind).to_pylist()
+    for index in column.indices.to_pylist():
+        yield None if index is None else values[index]
 
 
 def row_group_bytes(file: FoundFile, field: str) -> list[int]:
@@ -213,7 +235,10 @@ def row_group_bytes(file: FoundFile, field: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _open_parquet(file: FoundFile) -> "Iterator[ParquetFile]":
+def _open_parquet(
+    file: FoundFile, dictionaries: list[str] | None = None
+) -> "Iterator[ParquetFile]":
+    """Opens a file; the given columns are read as dictionaries, without repeating their values."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -223,7 +248,9 @@ def _open_parquet(file: FoundFile) -> "Iterator[ParquetFile]":
         ) from error
     try:
         # Buffered, because a row group may be larger than memory.
-        with ParquetFile(file.path, buffer_size=MIB, pre_buffer=False) as opened:
+        with ParquetFile(
+            file.path, buffer_size=MIB, pre_buffer=False, read_dictionary=dictionaries
+        ) as opened:
             yield opened
     except (pyarrow.ArrowException, OSError) as error:
         first_line = str(error).partition("\n")[0]

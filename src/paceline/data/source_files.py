@@ -71,6 +71,8 @@ class FoundFiles(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FoundFile, ...]
     unknown: tuple[tuple[str, int], ...]
     """Names and sizes of files in directories that have an unknown suffix."""
+    outside: tuple[tuple[str, int], ...] = ()
+    """Names and sizes of symbolic links in directories that lead out of them; they are not read."""
 
 
 def find_files(sources: Iterable[str], except_below: str | None = None) -> FoundFiles:
@@ -83,6 +85,7 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
     except_path = None if except_below is None else pathlib.Path(except_below).resolve()
     files: dict[str, FoundFile] = {}
     unknown: dict[str, int] = {}
+    outside: dict[str, int] = {}
     for source in sources:
         if "://" in source:
             raise UsageError(f"{source}: sources must be files or directories; download it first")
@@ -93,11 +96,19 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
         if not is_directory and not path.is_file():
             raise UsageError(f"{source}: neither a file nor a directory")
         for each in _walk(path, except_path) if is_directory else (path,):
+            if is_directory and _leads_out(each, path):
+                outside[str(each)] = each.stat().st_size
+                continue
             found = _describe(each, is_named=not is_directory)
             if isinstance(found, FoundFile):
                 files.setdefault(found.path, found)
             elif found is not None:
                 unknown[str(each)] = found
+    if not files and outside:
+        raise UsageError(
+            f"{', '.join(sources)}: {next(iter(outside))} and {len(outside) - 1} other files are "
+            "links that lead out of the directory, and are not read; name the files themselves"
+        )
     if not files:
         raise UsageError(
             f"{', '.join(sources)}: no file of a known kind; known are {' '.join(_KINDS)}, and "
@@ -106,6 +117,7 @@ def find_files(sources: Iterable[str], except_below: str | None = None) -> Found
     return FoundFiles(
         files=tuple(sorted(files.values(), key=lambda file: (file.name, file.path))),
         unknown=tuple(sorted(unknown.items())),
+        outside=tuple(sorted(outside.items())),
     )
 
 
@@ -120,6 +132,11 @@ def _walk(directory: pathlib.Path, except_path: pathlib.Path | None) -> Iterator
             path = pathlib.Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _leads_out(path: pathlib.Path, directory: pathlib.Path) -> bool:
+    """Returns whether a file is a link to one outside; a corpus may come from somebody else."""
+    return path.is_symlink() and not path.resolve().is_relative_to(directory.resolve())
 
 
 def _describe(path: pathlib.Path, *, is_named: bool) -> FoundFile | int | None:
@@ -191,7 +208,7 @@ def read_chunks(file: FoundFile, start: int = 0) -> Iterator[bytes]:
             num_bytes = 0
             for chunk in decompress(opened, file.name):
                 num_bytes += len(chunk)
-                _require_sane(file, num_bytes)
+                require_sane(file, num_bytes)
                 yield chunk
     except OSError as error:
         raise DataError(f"{file.name}: cannot be read: {error.strerror or error}") from error
@@ -234,8 +251,10 @@ def _zstd_chunks(opened: BinaryIO, name: str) -> Iterator[bytes]:
         raise _truncated(name, "zstd")
 
 
-def _require_sane(file: FoundFile, num_bytes: int) -> None:
-    if num_bytes > max(HARMLESS_BYTES, MOST_EXPANSION * file.num_bytes):
+def require_sane(file: FoundFile, num_bytes: int, harmless: int | None = None) -> None:
+    """Raises an error if a file has expanded to more bytes than text does."""
+    harmless = HARMLESS_BYTES if harmless is None else harmless
+    if num_bytes > max(harmless, MOST_EXPANSION * file.num_bytes):
         raise DataError(
             f"{file.name}: {format_binary_bytes(file.num_bytes)} that expand to more than "
             f"{format_binary_bytes(num_bytes)}, over {MOST_EXPANSION} times as much: not text; "

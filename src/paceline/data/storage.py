@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _S3 = "s3://"
+_CREDENTIALS = re.compile(r"//[^/?#\s]*@")
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.2
 _DELETED_TOGETHER = 1000
@@ -288,4 +290,5 @@ def _connect(url: str) -> "S3Store":
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Returns the first line of an error, without the password of a URL in it."""
+    return _CREDENTIALS.sub("//", str(error).strip().partition("\n")[0])

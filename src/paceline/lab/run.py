@@ -21,9 +21,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from paceline.core.host import threads_per_rank
 from paceline.core.processes import exit_code_of, start_child, termination_as_exit, wait_for_group
 from paceline.lab.network import INTERFACE, Host, LinkShape, hosts, measure_link
-from paceline.records.environment import threads_per_rank
 from paceline.records.links import link_variables
 
 # A host's namespace contains nothing else, so any port is free.

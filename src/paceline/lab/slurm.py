@@ -2,8 +2,9 @@
 
 It has one controller and one daemon per virtual node, all on loopback ports that were free at
 start, and a separate munge for authentication. All files, including a pid file per process, are in
-the directory; stopping the cluster ends exactly those processes. GPUs are placeholder files that
-Slurm counts and allocates, without hardware.
+the directory; stopping the cluster ends exactly those processes. Configuration and pid files are
+read, and old state is deleted, only in a directory that this user made for that purpose. GPUs are
+placeholder files that Slurm counts and allocates, without hardware.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from typing import Literal
@@ -27,6 +29,8 @@ _DAEMONS = {
     "munged": "munge",
     "sinfo": "slurm-client",
 }
+_MARKER = ".paceline-slurm"
+"""File that says that everything in its directory is a cluster's."""
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 _POLL_INTERVAL_S = 0.1
@@ -47,6 +51,17 @@ class SlurmStatus:
     """Each node with its state, as printed by sinfo."""
 
 
+def default_directory() -> pathlib.Path:
+    """Returns the directory of this user's cluster, below one that other users cannot write to."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return pathlib.Path(runtime) / "paceline-slurm"
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise SlurmError("this user has no home directory; name a --directory") from error
+    return pathlib.Path(state) / "paceline-slurm"
+
+
 def missing_packages() -> list[str]:
     """Returns the Debian packages that a local Slurm needs and that are not installed."""
     # Daemons live in sbin, which is not in an ordinary user's PATH.
@@ -59,10 +74,10 @@ def start_slurm(
     """Starts a cluster and waits until all its nodes are idle."""
     if packages := missing_packages():
         raise SlurmError(f"Slurm is not installed; install {' '.join(packages)}")
+    directory = _whole(directory)
+    _make_own(directory)
     if slurm_status(directory).state == "running":
         raise SlurmError(f"a cluster is running in {directory}; stop it first")
-    directory = directory.resolve()
-    _require_own(directory)
     # Clean up after a crashed controller: its daemons, and state that is no longer valid.
     stop_slurm(directory)
     shutil.rmtree(directory / "state", ignore_errors=True)
@@ -96,7 +111,9 @@ def start_slurm(
 
 def stop_slurm(directory: pathlib.Path) -> None:
     """Ends the cluster's jobs, and the processes whose pid files are in the directory."""
-    directory = directory.resolve()
+    directory = _whole(directory)
+    if not _is_own(directory):
+        return
     if slurm_status(directory).state == "running":
         # Slurm daemons leave jobs running on exit by design, so cancel them first.
         _client(directory, "scancel", f"--user={getpass.getuser()}")
@@ -104,12 +121,8 @@ def stop_slurm(directory: pathlib.Path) -> None:
         while _client(directory, "squeue", "--noheader") and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
     # Nodes first, so that the controller can still process their shutdown; munge last.
-    order = {"slurmd": 0, "slurmctld": 1, "munged": 2}
-    files = sorted(
-        (directory / "run").glob("*.pid"),
-        key=lambda path: order[path.name.partition(".")[0].partition("-")[0]],
-    )
-    for path in files:
+    run = directory / "run"
+    for path in (*run.glob("slurmd-*.pid"), run / "slurmctld.pid", run / "munged.pid"):
         with contextlib.suppress(ValueError, ProcessLookupError, FileNotFoundError):
             pid = int(path.read_text())
             if _is_own_daemon(pid, directory):
@@ -119,9 +132,11 @@ def stop_slurm(directory: pathlib.Path) -> None:
 
 def slurm_status(directory: pathlib.Path) -> SlurmStatus:
     """Returns the state of the cluster in the directory, with its nodes."""
-    directory = directory.resolve()
+    directory = _whole(directory)
     configuration = str(directory / "slurm.conf")
     status = SlurmStatus(state="stopped", directory=str(directory), configuration=configuration)
+    if not _is_own(directory):
+        return status
     with contextlib.suppress(FileNotFoundError, ValueError):
         pid = int((directory / "run" / "slurmctld.pid").read_text())
         if _is_own_daemon(pid, directory):
@@ -220,12 +235,38 @@ def _client(directory: pathlib.Path, *command: str) -> str:
     ).stdout
 
 
-def _require_own(directory: pathlib.Path) -> None:
-    """Creates the directory with access for this user only; rejects another user's directory."""
+def _whole(directory: pathlib.Path) -> pathlib.Path:
+    """Returns the absolute path, without following the directory itself if it is a link."""
+    return directory.parent.resolve() / directory.name
+
+
+def _make_own(directory: pathlib.Path) -> None:
+    """Creates the directory with access for this user only, unless it is a cluster's already."""
+    if _is_own(directory):
+        return
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_uid != os.geteuid():
-        raise SlurmError(f"{directory} belongs to another user; choose another --directory")
+    # Whatever lies here is not ours to delete, and may be somebody else's to replace.
+    if any(directory.iterdir()):
+        raise SlurmError(f"{directory} has other files; name a new or empty --directory")
     directory.chmod(0o700)
+    (directory / _MARKER).touch(mode=0o600)
+
+
+def _is_own(directory: pathlib.Path) -> bool:
+    """Returns whether a cluster's directory is there; raises if it is not this user's alone."""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return False
+    if status.st_uid != os.geteuid():
+        raise SlurmError(f"{directory} belongs to another user; choose another --directory")
+    if not stat.S_ISDIR(status.st_mode):
+        raise SlurmError(f"{directory} is a link or a file; choose another --directory")
+    if not (directory / _MARKER).exists():
+        return False
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SlurmError(f"other users can write to {directory}; choose another --directory")
+    return True
 
 
 def _find(tool: str) -> str | None:

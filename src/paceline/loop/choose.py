@@ -22,6 +22,7 @@ import msgspec
 from paceline.accounting.intervals import conformal_quantile
 from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
+from paceline.core.host import threads_per_rank
 from paceline.core.plan import Estimate
 from paceline.core.runnable import needs_mesh
 from paceline.core.strategies import StrategyName
@@ -40,7 +41,6 @@ from paceline.loop.sweep_directory import ROWS, RunRow, SweepDirectory
 from paceline.predict.calibration import calibrations
 from paceline.predict.step import PREDICTED
 from paceline.records import RecordStore
-from paceline.records.environment import threads_per_rank
 from paceline.scaling import ScalingFit, diagnose, fit, read_sweep
 from paceline.scaling.design import Posterior, learn_from
 from paceline.scaling.model_shapes import rule_of_thumb_parameters

@@ -11,6 +11,7 @@ cores, and concurrent runs compete for memory bandwidth.
 import collections
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import subprocess
@@ -23,8 +24,10 @@ from typing import Protocol
 import msgspec
 
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.host import available_processors, threads_per_rank
+from paceline.core.lock import owned
 from paceline.core.processes import (
-    STOPPED,
+    STOP_CODES,
     end_processes,
     error_tail,
     exit_code_of,
@@ -44,11 +47,11 @@ from paceline.loop.sweep_directory import (
     write_result,
 )
 from paceline.records import Outcome
-from paceline.records.environment import available_processors, threads_per_rank
 from paceline.training.config import RunConfig
 from paceline.training.run_directory import DIVERGED, METRICS, RECORD, last_record
 from paceline.training.toml_config import encode_config
 
+_COMMAND = "a run of paceline sweep"
 _CONFIG = "run.toml"
 _LOG = "log.txt"
 _POLL_S, _SLURM_POLL_S = 0.1, 1.0
@@ -86,11 +89,17 @@ def make_task(label: str, config: RunConfig, *, ranks: int, threads: int) -> Run
 
 
 class StartedRun:
-    """A run in a child process, which dies with this one."""
+    """A run in a child process, which dies with this one.
+
+    This process owns the run's directory meanwhile: a run that somebody else has started there is
+    an error of the sweep, and never taken for a failed run.
+    """
 
     def __init__(self, task: RunTask) -> None:
         self.task = task
         self._directory = pathlib.Path(task.directory)
+        self._ownership = contextlib.ExitStack()
+        self._ownership.enter_context(owned(self._directory, _COMMAND))
         self._began = time.monotonic()
         self._is_resumed = (self._directory / METRICS).exists()
         command = [sys.executable, "-m", "paceline", "train", task.config]
@@ -110,11 +119,16 @@ class StartedRun:
         """
         if self.process.poll() is None:
             return None
-        code = exit_code_of(self.process.returncode)
-        if code == STOPPED or self.process.returncode < 0:
-            return False
-        write_result(self._directory, self._result(code))
-        return True
+        with self._ownership:
+            code = exit_code_of(self.process.returncode)
+            if code in STOP_CODES or self.process.returncode < 0:
+                return False
+            write_result(self._directory, self._result(code))
+            return True
+
+    def close(self) -> None:
+        """Gives up the run's directory, once the process has ended."""
+        self._ownership.close()
 
     def _result(self, code: int) -> RunResult:
         outcome: Outcome = "ok"
@@ -133,6 +147,8 @@ class StartedRun:
 def stop_runs(runs: Sequence[StartedRun]) -> None:
     """Asks runs to save a checkpoint, and waits until they have stopped."""
     end_processes([run.process for run in runs], grace_s=_GRACE_S)
+    for run in runs:
+        run.close()
 
 
 def has_ended(task: RunTask) -> bool:
@@ -142,16 +158,18 @@ def has_ended(task: RunTask) -> bool:
 
 def run_task(task: RunTask) -> bool:
     """Starts or resumes a run; returns whether it has ended."""
-    if has_ended(task):
-        return True
-    run = StartedRun(task)
-    try:
-        with termination_as_exit():
-            while (state := run.poll()) is None:
-                time.sleep(_POLL_S)
-            return state
-    finally:
-        stop_runs([run])
+    # A job of a sweep that was killed may still be training this run.
+    with owned(task.directory, _COMMAND, longest_wait_s=math.inf):
+        if has_ended(task):
+            return True
+        run = StartedRun(task)
+        try:
+            with termination_as_exit():
+                while (state := run.poll()) is None:
+                    time.sleep(_POLL_S)
+                return state
+        finally:
+            stop_runs([run])
 
 
 def _environment(threads: int) -> dict[str, str]:

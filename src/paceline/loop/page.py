@@ -108,7 +108,10 @@ def _sweep(directory: LoopDirectory, found: ScalingFit, model: ChosenModel) -> C
         title="The sweep",
         blocks=(
             _block(profiles),
-            Block(tables=(sweep_table(directory.sweep),), findings=model.findings),
+            Block(
+                tables=(sweep_table(directory.sweep).without_directories(),),
+                findings=model.findings,
+            ),
         ),
     )
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from paceline.core.errors import UsageError
 from paceline.core.finding import Finding
+from paceline.core.host import threads_per_rank
+from paceline.core.lock import owned
 from paceline.core.plan import Estimate
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.core.units import format_binary_bytes, format_duration, format_seconds
@@ -44,7 +46,6 @@ from paceline.loop.sweep_directory import (
 from paceline.predict.calibration import calibrations
 from paceline.predict.history import HistoryEntry, Quantity, append_history, corrected, read_history
 from paceline.records import Record, RecordStore
-from paceline.records.environment import threads_per_rank
 from paceline.records.schema import with_interval
 from paceline.training.config import RunConfig
 from paceline.training.forecast import forecast
@@ -86,7 +87,10 @@ class LoopRunner:
         """Runs every missing stage; returns the outcome of the last."""
         if not self.directory.exists:
             require_sizes(spec.sweep)
-        spec = self.directory.begin(spec)
+        with owned(self.directory.path, "paceline loop"):
+            return self._run(self.directory.begin(spec), base)
+
+    def _run(self, spec: LoopSpec, base: RunConfig) -> Outcome:
         self._calibrate_for_sweep(spec, base)
         rule_findings = self.sweep.run(spec.sweep, base)
         self._remember_sweep()

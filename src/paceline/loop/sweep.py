@@ -12,6 +12,7 @@ import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.core.finding import Finding
+from paceline.core.lock import owned
 from paceline.core.plan import Estimate
 from paceline.core.units import format_duration, format_seconds
 from paceline.loop.executors import MOST_ATTEMPTS, Executor, make_task, run_to_end
@@ -77,7 +78,10 @@ class SweepRunner:
 
     def run(self, spec: SweepSpec, base: RunConfig) -> list[Finding]:
         """Executes all missing runs; returns the findings of the check of the rule."""
-        spec = self.directory.begin(spec, base).spec
+        with owned(self.directory.path, "paceline sweep"):
+            return self._run(self.directory.begin(spec, base).spec)
+
+    def _run(self, spec: SweepSpec) -> list[Finding]:
         self._once(RATE, lambda: rate_runs(spec))
         rate_findings, rule = judge_rates(self.directory.rows(RATE))
         self._once(BATCH, lambda: batch_runs(spec, rule))

@@ -371,10 +371,25 @@ def _settings(config: Mapping[str, Any], where: str) -> "PretrainedConfig":
     if "model_type" not in config:
         raise UsageError(f"{where}: model_type is missing")
     try:
-        settings: PretrainedConfig = AutoConfig.for_model(**config)
+        settings: PretrainedConfig = AutoConfig.for_model(**_without_code(config))
     except ValueError as error:
         raise UsageError(
             f"{where}: transformers knows no model_type {config['model_type']!r}; code that comes "
             "with a model is not run"
         ) from error
     return settings
+
+
+_NAMES_CODE = re.compile("_*((attn|attention|experts)_implementation.*|auto_map)")
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the keys, at any depth, that make transformers fetch code from a hub and run it.
+
+    transformers then chooses SDPA, or its own attention for models that have no other.
+    """
+    return {
+        name: _without_code(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if not _NAMES_CODE.fullmatch(str(name))
+    }

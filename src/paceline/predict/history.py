@@ -17,9 +17,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from paceline.accounting.intervals import COVERAGE, weighted_quantile
+from paceline.core.errors import RecordError
 from paceline.core.plan import Estimate
 from paceline.predict.backtest import Accuracy, PredictionOutcome, accuracy
-from paceline.records import Metric, Record, RecordStore, capture_environment
+from paceline.records import Environment, Metric, Record, RecordStore, capture_environment
 
 Quantity = Literal["step_time_s", "memory_bytes", "duration_s", "heldout_loss"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
@@ -60,9 +61,15 @@ def history_path() -> pathlib.Path:
     """Returns the path of the user's store: PACELINE_HISTORY, or in the user's data directory."""
     if _VARIABLE in os.environ:
         return pathlib.Path(os.environ[_VARIABLE])
-    data = os.environ.get("XDG_DATA_HOME", "")
-    base = pathlib.Path(data) if data else pathlib.Path.home() / ".local" / "share"
-    return base / "paceline" / "history.jsonl"
+    if data := os.environ.get("XDG_DATA_HOME"):
+        return pathlib.Path(data) / "paceline" / "history.jsonl"
+    try:
+        home = pathlib.Path.home()
+    except RuntimeError as error:  # No HOME and no entry of the user, as in some containers.
+        raise RecordError(
+            f"this user has no home directory; set {_VARIABLE} to the file of the history"
+        ) from error
+    return home / ".local" / "share" / "paceline" / "history.jsonl"
 
 
 def read_history(path: pathlib.Path) -> list[HistoryEntry]:
@@ -72,23 +79,26 @@ def read_history(path: pathlib.Path) -> list[HistoryEntry]:
 
 def append_history(path: pathlib.Path, entries: Iterable[HistoryEntry]) -> None:
     """Appends entries to a store, except those that it already contains."""
-    known = set(read_history(path))
-    store, environment = RecordStore(path), capture_environment()
-    for each in entries:
-        if each in known:
-            continue
-        metrics = {"measured": Metric(value=each.measured)}
-        if each.formula is not None:
-            metrics["formula"] = Metric(value=each.formula)
-        if each.predicted is not None:
-            metrics["predicted"] = Metric.from_estimate(each.predicted)
-        case = {
-            field: getattr(each, field)
-            for field in ("quantity", "run", "parameters", "world_size", "threads", "hardware")
-        }
-        store.append(
-            Record(kind=_KIND, case=case, environment=environment, metrics=metrics, outcome="ok")
-        )
+    environment = capture_environment()
+
+    def missing(stored: Iterable[Record]) -> Iterator[Record]:
+        known = set(_entries(stored))
+        return (_record(each, environment) for each in entries if each not in known)
+
+    RecordStore(path).append_missing(missing)
+
+
+def _record(entry: HistoryEntry, environment: Environment) -> Record:
+    metrics = {"measured": Metric(value=entry.measured)}
+    if entry.formula is not None:
+        metrics["formula"] = Metric(value=entry.formula)
+    if entry.predicted is not None:
+        metrics["predicted"] = Metric.from_estimate(entry.predicted)
+    case = {
+        field: getattr(entry, field)
+        for field in ("quantity", "run", "parameters", "world_size", "threads", "hardware")
+    }
+    return Record(kind=_KIND, case=case, environment=environment, metrics=metrics, outcome="ok")
 
 
 def corrected(

@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
-import os
 import pathlib
 import platform
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 import paceline
-from paceline.core.host_memory import physical_memory_bytes
+from paceline.core.host import available_processors, physical_memory_bytes
 
 _PACKAGES = ("torch", "numpy", "triton")
 
@@ -84,18 +83,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def available_processors() -> int:
-    """Returns the number of CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_per_rank(world_size: int) -> int:
-    """Returns the number of threads per rank at which all ranks together fill the machine."""
-    return max(1, available_processors() // world_size)
 
 
 def network_links() -> list[str]:

@@ -1,9 +1,10 @@
 """Append-only files of one JSON object per line: records of any writer, and rows of one run.
 
 A `RecordStore` is safe for several writers: each holds an exclusive lock while it appends one whole
-line, a partial write is rolled back, and a torn line of a killed writer never merges with the next
-one. Readers read only the bytes that existed while they held a shared lock. Reading is strict: the
-error for an unknown key or a damaged line names file, line and field.
+line in one write, a partial write is rolled back, and a torn line of a killed writer never merges
+with the next one. On a file system without locks, the one write keeps lines apart. Readers read
+only the bytes that existed while they held a shared lock. Reading is strict: the error for an
+unknown key or a damaged line names file, line and field.
 
 A `RowFile` has a single writer. Each append is one write, so that readers see whole lines. A
 partial line at the end, left by a killed writer, is ignored. A run that resumes from an earlier
@@ -13,16 +14,19 @@ A plan is a JSON file by itself, which is decoded as strictly.
 """
 
 import contextlib
+import errno
 import fcntl
+import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from paceline.core.errors import RecordError, ShapeError
 from paceline.core.files import atomic_file
+from paceline.core.lock import lock_file
 from paceline.core.plan import Plan
 from paceline.core.strategies import with_current_names
 from paceline.records.kinds import MEASURED_LINK_RATE
@@ -51,15 +55,17 @@ class RecordStore:
 
     def append(self, record: Record) -> None:
         """Appends one `record` durably, or leaves the file unchanged."""
-        line = msgspec.json.encode(record) + b"\n"
+        self.append_missing(lambda _stored: (record,))
+
+    def append_missing(self, make: Callable[[Iterable[Record]], Iterable[Record]]) -> None:
+        """Appends the records that `make` returns, given those stored; no writer comes between."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                _append_whole(descriptor, line)
-            finally:
-                os.close(descriptor)
+            with os.fdopen(descriptor, "rb") as file:
+                is_locked = lock_file(descriptor, fcntl.LOCK_EX)
+                for record in make(self._records(file)):
+                    _append_whole(descriptor, msgspec.json.encode(record) + b"\n", is_locked)
         except OSError as error:
             raise RecordError(
                 f"{self.path}: cannot append a record: {error.strerror}; free disk space or name "
@@ -76,21 +82,25 @@ class RecordStore:
                 "creates one"
             ) from error
         with file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            remaining = os.fstat(file.fileno()).st_size
-            fcntl.flock(file, fcntl.LOCK_UN)
-            for number, line in enumerate(file, start=1):
-                remaining -= len(line)
-                if remaining < 0:
-                    return
-                if not line.strip():
-                    continue
-                try:
-                    yield decode_record(line)
-                except RecordError as error:
-                    raise RecordError(
-                        f"{self.path}:{number}: {error}; fix or delete that line"
-                    ) from error
+            lock_file(file.fileno(), fcntl.LOCK_SH)
+            size = os.fstat(file.fileno()).st_size
+            lock_file(file.fileno(), fcntl.LOCK_UN)
+            yield from self._records(file, size)
+
+    def _records(self, file: IO[bytes], size: float = math.inf) -> Iterator[Record]:
+        """Yields the records of the first `size` bytes."""
+        for number, line in enumerate(file, start=1):
+            size -= len(line)
+            if size < 0:
+                return
+            if not line.strip():
+                continue
+            try:
+                yield decode_record(line)
+            except RecordError as error:
+                raise RecordError(
+                    f"{self.path}:{number}: {error}; fix or delete that line"
+                ) from error
 
 
 def latest_per_case(records: Iterable[Record]) -> list[Record]:
@@ -107,18 +117,23 @@ def case_key(record: Record) -> tuple[str, frozenset[tuple[str, CaseValue]]]:
     return record.kind, case
 
 
-def _append_whole(descriptor: int, line: bytes) -> None:
+def _append_whole(descriptor: int, line: bytes, is_locked: bool) -> None:
+    """Appends a line in one write; rolls a partial write back, unless others may have appended."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         line = b"\n" + line
     try:
-        view = memoryview(line)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        rest = memoryview(line)[os.write(descriptor, line) :]
+        # With a lock, the next write says why the first was cut short.
+        while rest and is_locked:
+            rest = rest[os.write(descriptor, rest) :]
+        if rest:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, size)
+            if is_locked:
+                os.ftruncate(descriptor, size)
         raise
 
 

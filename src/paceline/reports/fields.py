@@ -1,5 +1,6 @@
 """Case fields of records: which vary and which are shared, their texts, and the model in them."""
 
+import re
 from collections.abc import Sequence
 
 from paceline.accounting import count_parameters
@@ -147,3 +148,11 @@ def model_name(record: Record) -> str:
     if name != _UNNAMED:
         return name
     return f"{name} ({format_decimal(num_parameters(record), '').strip()} parameters)"
+
+
+_DIRECTORIES = re.compile(r"(?<![\w.:/])/(?:[^/\s\"'<>|;,]+/)+")
+
+
+def without_directories(text: str) -> str:
+    """Shortens absolute paths to the names of their files; what is relative or a URL stays."""
+    return _DIRECTORIES.sub("…/", text)

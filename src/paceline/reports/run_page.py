@@ -5,6 +5,7 @@ import pathlib
 from paceline.core.units import format_decimal, format_seconds
 from paceline.records.schema import with_interval
 from paceline.reports.document import Block, Chapter, Page, Picture, picture_of, render_page
+from paceline.reports.fields import without_directories
 from paceline.reports.plots.training_run import (
     plot_losses,
     plot_memory,
@@ -34,8 +35,9 @@ def write_run_page(directory: pathlib.Path, out: pathlib.Path) -> None:
 def run_page(run: TrainingRun) -> Page:
     """Returns the page of a run; without completed steps it has only events and config."""
     seen = _chapters(run) if run.steps else ()
-    events = Chapter(title="Events", blocks=(Block(tables=(events_table(run),)),))
-    config = Chapter(title="Config", blocks=(Block(listing=run.config),))
+    happened = events_table(run).without_directories()
+    events = Chapter(title="Events", blocks=(Block(tables=(happened,)),))
+    config = Chapter(title="Config", blocks=(Block(listing=without_directories(run.config)),))
     return Page(
         title=f"Training run: {run.name}", summary=_summary(run), chapters=(*seen, events, config)
     )

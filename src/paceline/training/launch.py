@@ -5,6 +5,7 @@ by a supervisor, which restarts ranks that die or hang; by a launcher such as to
 which has started this process as one rank; or by this process, which starts the other ranks.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -16,10 +17,12 @@ from collections.abc import Callable
 import torch
 
 from paceline.core.errors import RecordError, UsageError
+from paceline.core.lock import InUseError, owned
 from paceline.core.plan import Estimate
-from paceline.core.processes import STOPPED
+from paceline.core.processes import stop_code
 from paceline.health.errors import AgreedError
 from paceline.parallel import distributed_session
+from paceline.parallel.ranks.collectives import from_first
 from paceline.parallel.ranks.heartbeats import beat_final
 from paceline.parallel.ranks.placement import is_launched
 from paceline.parallel.ranks.supervisor import Restart, supervise
@@ -29,6 +32,7 @@ from paceline.training.replica_launch import REPLICA, run_replicas
 from paceline.training.run import require_startable, run, usable_bytes
 from paceline.training.run_directory import append_run_history
 
+_COMMAND = "paceline train"
 _LEAVING_S = 3.0
 """Time for ranks to exit after saving, or after the grace period for saving has expired."""
 _FIRST_RANK_SPEAKS_S = 5.0
@@ -68,11 +72,14 @@ def launch(config: RunConfig, options: LaunchOptions) -> int:
                 "--supervise and the launcher"
             )
         _require_startable(config, options.num_ranks)
-        return run_replicas(config, options.num_ranks or config.parallel.default_ranks, grace_s)
+        with owned(config.out, _COMMAND):
+            return run_replicas(config, options.num_ranks or config.parallel.default_ranks, grace_s)
     if not options.supervised:
-        if not is_launched(os.environ):
-            _require_startable(config, options.num_ranks)
-        return _be_rank(config, options, ())
+        if is_launched(os.environ):
+            return _be_rank(config, options, ())
+        _require_startable(config, options.num_ranks)
+        with owned(config.out, _COMMAND):
+            return _be_rank(config, options, ())
     if is_launched(os.environ):
         raise UsageError(
             "--supervise restarts only ranks that it has started itself; with torchrun use "
@@ -83,28 +90,35 @@ def launch(config: RunConfig, options: LaunchOptions) -> int:
     num_ranks = _require_startable(config, options.num_ranks)
     for name in _LATE:
         importlib.import_module(name)
-    return supervise(
-        lambda restarts: options.guard(lambda: _be_rank(config, options, restarts)),
-        num_ranks=num_ranks,
-        max_restarts=options.max_restarts,
-        hang_s=config.parallel.timeout_s,
-        grace_s=grace_s,
-    )
+    with owned(config.out, _COMMAND):
+        return supervise(
+            lambda restarts: options.guard(lambda: _be_rank(config, options, restarts)),
+            num_ranks=num_ranks,
+            max_restarts=options.max_restarts,
+            hang_s=config.parallel.timeout_s,
+            grace_s=grace_s,
+        )
 
 
 def _be_rank(config: RunConfig, options: LaunchOptions, restarts: tuple[Restart, ...]) -> int:
     """Trains as one rank, or starts the ranks that train."""
-    with distributed_session(
-        ranks_per_host=1 if REPLICA in os.environ else options.num_ranks,
-        device=config.parallel.device,
-        timeout_s=config.parallel.timeout_s,
-        grace_s=config.checkpoint.grace_s + _LEAVING_S,
-    ) as session:
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(
+            distributed_session(
+                ranks_per_host=1 if REPLICA in os.environ else options.num_ranks,
+                device=config.parallel.device,
+                timeout_s=config.parallel.timeout_s,
+                grace_s=config.checkpoint.grace_s + _LEAVING_S,
+            )
+        )
         try:
+            if REPLICA not in os.environ:
+                # Ranks of a launcher have no common ancestor of ours: the first owns the run.
+                from_first(lambda: stack.enter_context(owned(config.out, _COMMAND)), None)
             final_loss = options.predict_final_loss(config) if session.rank == 0 else None
             outcome = run(config, session, options.calibration, final_loss, restarts)
-        except AgreedError as error:
-            if error.is_final:
+        except (AgreedError, InUseError) as error:
+            if isinstance(error, AgreedError) and error.is_final:
                 beat_final()
             if session.rank == 0:
                 raise
@@ -118,7 +132,7 @@ def _be_rank(config: RunConfig, options: LaunchOptions, restarts: tuple[Restart,
                     append_run_history(config)
                 except RecordError as error:  # The run itself has not failed.
                     sys.stderr.write(f"could not write the history of predictions: {error}\n")
-    return 0 if outcome.reason == "finished" else STOPPED
+    return 0 if outcome.reason == "finished" else stop_code()
 
 
 def _require_startable(config: RunConfig, num_ranks: int | None) -> int:

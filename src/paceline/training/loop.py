@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from paceline.core.host_memory import resident_bytes
+from paceline.core.host import resident_bytes
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.health.config import HealthConfig
 from paceline.health.hang import Watchdog

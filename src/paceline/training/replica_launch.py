@@ -13,15 +13,15 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UsageError
+from paceline.core.host import threads_per_rank
 from paceline.core.processes import (
-    STOPPED,
+    STOP_CODES,
     SignalForwarder,
     back_off_s,
     end_processes,
     exit_code_of,
     start_child,
 )
-from paceline.records.environment import threads_per_rank
 from paceline.training.config import RunConfig
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ class _Replicas:
             return None
         code = exit_code_of(return_code)
         replica.note_end()
-        if code in (0, STOPPED) or self._is_ending:
+        if code in (0, *STOP_CODES) or self._is_ending:
             # The run is over: no replica is left to heal from.
             self._is_ending = True
-            return code if code in (0, STOPPED) else None
+            return code if code in (0, *STOP_CODES) else None
         replica.num_failures += 1
         if replica.num_failures >= _MOST_FAILURES:
             _say(

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
 from paceline.core.plan import Estimate
-from paceline.core.processes import STOP_SIGNALS, STOPPED
+from paceline.core.processes import note_stop_request, stop_code, stop_signals
 from paceline.core.specs import precision_preset
 from paceline.data.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
@@ -252,6 +252,8 @@ def _tokenizer(config: RunConfig) -> bytes:
 _SAME_REQUEST_S = 1.0
 """Signals within this time are one request: a launcher forwards signals that its process group has
 already received."""
+_REPEATED = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to a rank, and its launcher once more, at any time later."""
 _CLOSE = 0
 """Byte that ends the thread; no signal has this number."""
 _SHOW_CURSOR = "\x1b[?25h"
@@ -259,10 +261,10 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
-    """Records SIGTERM, SIGUSR1 (Slurm's warning) and SIGINT while it is open.
+    """Records SIGTERM, SIGUSR1 (Slurm's warning), SIGINT and SIGHUP while it is open.
 
     Nothing is saved inside a handler. A second SIGTERM or SIGUSR1 ends the process at once with
-    exit code 143; a second SIGINT interrupts as usual.
+    exit code 143; a second SIGINT interrupts as usual, and a second SIGHUP changes nothing.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -270,12 +272,13 @@ class StopRequest:
         self._grace_s = grace_s
         self._first_s = 0.0
         self._num_interrupts = 0
+        self._signals = stop_signals()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._before = {each: signal.signal(each, self._handle) for each in STOP_SIGNALS}
+        self._before = {each: signal.signal(each, self._handle) for each in self._signals}
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="stop-request", daemon=True)
         self._thread.start()
@@ -308,12 +311,13 @@ class StopRequest:
             for number in os.read(self._reader, 64):
                 if number == _CLOSE:
                     return
-                if number not in STOP_SIGNALS:
+                if number not in self._signals:
                     continue
+                note_stop_request(number)
                 if self.received is None:
                     self._first_s = time.monotonic()
                     self.received = signal.Signals(number)
-                elif number != signal.SIGINT and self._is_another():
+                elif number not in _REPEATED and self._is_another():
                     _leave(f"not saved: a second {signal.Signals(number).name}")
 
     def _is_another(self) -> bool:
@@ -324,4 +328,4 @@ class StopRequest:
 def _leave(why: str) -> NoReturn:
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
     os.write(2, f"{shown}paceline: {why}; resume from the last checkpoint\n".encode())
-    os._exit(STOPPED)
+    os._exit(stop_code())

@@ -1,3 +1,4 @@
+import os
 import pathlib
 
 import pytest
@@ -36,3 +37,15 @@ def test_an_existing_file_is_not_created_again(tmp_path: pathlib.Path) -> None:
     assert not create_atomically(path, b"two")
     assert path.read_bytes() == b"one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_has_the_mode_that_the_umask_leaves(tmp_path: pathlib.Path) -> None:
+    previous = os.umask(0o077)
+    try:
+        with atomic_file(tmp_path / "private") as file:
+            file.write(b"secret")
+        create_atomically(tmp_path / "created", b"secret")
+    finally:
+        os.umask(previous)
+    for name in ("private", "created"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600

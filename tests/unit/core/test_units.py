@@ -15,6 +15,7 @@ from paceline.core.units import (
     parse_bytes,
     parse_rate,
     parse_seconds,
+    printable,
     to_gibibytes,
     to_gigabytes,
 )
@@ -104,3 +105,8 @@ def test_seconds() -> None:
         "3 µs",
         "0 s",
     ]
+
+
+def test_control_characters_are_printed_not_obeyed() -> None:
+    assert printable("a\x1b[2Jb\x07\x9bc\rd") == r"a\x1b[2Jb\x07\x9bc\x0dd"
+    assert printable("two\nlines\tand Äöü €") == "two\nlines\tand Äöü €"

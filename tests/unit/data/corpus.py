@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.lock import LOCK
 from paceline.data.manifest import DatasetManifest, SplitName, documents_name, tokens_name
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.storage import open_storage
@@ -54,9 +55,11 @@ def config_of(source: pathlib.Path, out: pathlib.Path | str, **changes: Any) -> 
 
 
 def dataset_bytes(out: pathlib.Path) -> dict[str, bytes]:
-    """Returns the content of every file of a dataset, including hidden ones."""
+    """Returns the content of every file of a dataset, including hidden ones but for the lock."""
     return {
-        str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
+        str(path.relative_to(out)): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file() and path.name != LOCK
     }
 
 

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -258,3 +260,45 @@ def test_a_missing_package_names_its_extra(
     options = ReadOptions(separator=SEPARATOR, field="text", max_document_bytes=9)
     with pytest.raises(UsageError, match=rf"paceline\[{extra}\]"):
         list(read_span(SourceSpan(file=file, start=0, end=1, num_bytes=0), options))
+
+
+@pytest.mark.parametrize("has_dictionary", [True, False])
+def test_a_small_parquet_file_cannot_fill_memory(
+    tmp_path: pathlib.Path, has_dictionary: bool
+) -> None:
+    """One text of a page is the value of 4,096 rows."""
+    path = tmp_path / "bomb.parquet"
+    text = "a" * 2**20
+    if has_dictionary:
+        rows = pyarrow.array([0] * 4096, pyarrow.int32())
+        texts = pyarrow.DictionaryArray.from_arrays(rows, pyarrow.array([text]))
+        options = {"use_dictionary": True, "store_schema": False}
+    else:
+        texts = pyarrow.array([text] * 512)
+        options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
+    assert path.stat().st_size < 1e5
+    program = """
+import resource, sys
+from paceline.data.documents import ReadOptions, SourceSpan, read_span
+from paceline.data.source_files import find_files
+[file] = find_files([sys.argv[1]]).files
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for _ in read_span(
+        SourceSpan(file=file, start=0, end=1, num_bytes=1),
+        ReadOptions(separator=b"", field="text", max_document_bytes=2**24),
+    ):
+        pass
+except Exception as error:
+    print(type(error).__name__, error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20, "GiB")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    )
+    error, used = result.stdout.splitlines()
+    assert error.startswith("DataError ")
+    assert "that expand to more than" in error
+    assert float(used.removesuffix(" GiB")) < 0.8, result.stdout

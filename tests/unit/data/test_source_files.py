@@ -69,3 +69,22 @@ def test_a_file_that_changes_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"a\.txt: No such file"):
         text.require_unchanged()
+
+
+def test_a_link_that_leads_out_of_a_directory_is_not_read(tmp_path: pathlib.Path) -> None:
+    """A corpus from somebody else may have a link to a private file of whoever prepares it."""
+    (tmp_path / "private.txt").write_text("a key")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "own.txt").write_text("text")
+    (corpus / "inside.txt").symlink_to(corpus / "own.txt")
+    (corpus / "outside.txt").symlink_to(tmp_path / "private.txt")
+    found = find_files([str(corpus)])
+    assert [pathlib.Path(file.name).name for file in found.files] == ["inside.txt", "own.txt"]
+    assert found.outside == ((str(corpus / "outside.txt"), 5),)
+    named = find_files([str(corpus / "outside.txt")])
+    assert [pathlib.Path(file.name).name for file in named.files] == ["outside.txt"]
+    (corpus / "own.txt").unlink()
+    (corpus / "inside.txt").unlink()
+    with pytest.raises(UsageError, match="lead out of the directory"):
+        find_files([str(corpus)])

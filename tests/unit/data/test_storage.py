@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.core.errors import DataError, UsageError
+from paceline.data import storage as storage_module
 from paceline.data.storage import Storage, open_storage
 from tests.unit.data.s3_server import s3_server
 
@@ -105,3 +106,16 @@ def test_an_object_is_created_once(storage: Storage) -> None:
     assert storage.create("step-1/manifest.json", b"first")
     assert storage.read("step-1/manifest.json") == b"first"
     assert list(storage.sizes()) == ["step-1/manifest.json"]
+
+
+def test_a_password_in_the_endpoint_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:canary-secret@127.0.0.1:9/")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setattr(storage_module, "_FIRST_PAUSE_S", 0.0)
+    with pytest.raises(DataError) as caught:
+        open_storage("s3://bucket/prefix").read("name")
+    assert "127.0.0.1:9" in str(caught.value)
+    assert "canary-secret" not in str(caught.value)

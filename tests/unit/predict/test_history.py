@@ -1,12 +1,14 @@
 """Tests of corrections from earlier runs (factors, offsets, intervals) and of their store."""
 
 import dataclasses
+import multiprocessing
 import pathlib
 import random
 
 import msgspec
 import pytest
 
+from paceline.core.errors import RecordError
 from paceline.core.plan import Estimate
 from paceline.predict.history import (
     HistoryEntry,
@@ -147,3 +149,31 @@ def test_the_store_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.
     monkeypatch.delenv("PACELINE_HISTORY")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert history_path() == tmp_path / "paceline" / "history.jsonl"
+
+
+def test_a_user_without_a_home_is_told_where_a_history_can_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """As in `docker run --user 12345`."""
+    for name in ("PACELINE_HISTORY", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", no_home)
+    with pytest.raises(RecordError, match="no home directory; set PACELINE_HISTORY"):
+        history_path()
+
+
+def test_two_commands_add_the_same_entry_once(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "history.jsonl"
+    context = multiprocessing.get_context("spawn")
+    entries = [_entry(formula=1.0, measured=float(number)) for number in range(5)]
+    writers = [context.Process(target=append_history, args=(path, entries)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert read_history(path) == entries

@@ -11,6 +11,7 @@ from paceline.cli.main import parse
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.plan import Estimate
 from paceline.records import capture_environment
+from paceline.reports.fields import without_directories
 from paceline.reports.run_page import run_page, write_run_page
 from paceline.reports.training_run import read_run
 from paceline.training.forecast import Forecast
@@ -110,3 +111,14 @@ def test_what_is_no_run_is_said(tmp_path: pathlib.Path) -> None:
     (directory / "expectation.json").write_text("[]")
     with pytest.raises(RecordError, match=r"expectation\.json: not a valid file of a run"):
         read_run(directory)
+
+
+def test_a_page_that_is_shared_does_not_say_where_files_lie() -> None:
+    config = 'out = "/home/ada/runs/one"\nplace = "s3://bucket/tokens"\nother = "tokens/a"'
+    assert without_directories(config) == (
+        'out = "…/one"\nplace = "s3://bucket/tokens"\nother = "tokens/a"'
+    )
+    text = "failed: /scratch/u1/run/checkpoints: disk full, see https://example.com/a/b (1/2)"
+    assert without_directories(text) == (
+        "failed: …/checkpoints: disk full, see https://example.com/a/b (1/2)"
+    )

@@ -21,13 +21,13 @@ from paceline.benchmarks.config import DataParallelSweep, LayoutSweep
 from paceline.benchmarks.harness.measure import resolve_device
 from paceline.benchmarks.options import RankSweep
 from paceline.core.errors import PacelineError, UsageError
+from paceline.core.host import threads_per_rank
 from paceline.core.units import Progress
 from paceline.parallel import RankPool, distributed_session
 from paceline.parallel.ranks.collectives import reduce_numbers
 from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import is_launched
 from paceline.records import CaseValue, Record
-from paceline.records.environment import threads_per_rank
 from paceline.records.schema import Outcome
 from paceline.traces.capture import record_ranks
 

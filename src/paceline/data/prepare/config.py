@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.core.errors import UsageError
+from paceline.core.host import available_processors
 from paceline.core.units import MB, MIB
-from paceline.records.environment import available_processors
 
 Sources = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...", name="")

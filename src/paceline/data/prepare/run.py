@@ -8,6 +8,7 @@ order; shard k starts at token k times the shard size. The task of a shard reads
 that the shard overlaps.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -18,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError, UsageError
+from paceline.core.lock import owned
 from paceline.core.units import Progress
-from paceline.data.documents import UNKNOWN_KIND
+from paceline.data.documents import OUTSIDE_LINK, UNKNOWN_KIND
 from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
     MANIFEST,
@@ -75,10 +77,26 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
     """
     inputs = find_inputs(config)
     storage = open_storage(config.out)
-    finished = find_finished(inputs, storage)
-    if finished is not None:
+    if (finished := find_finished(inputs, storage)) is not None:
         storage.clear(WORK)
         return finished
+    with _owned(config.out):
+        # Another command may have prepared it meanwhile.
+        if (finished := find_finished(inputs, storage)) is not None:
+            return finished
+        return _prepare(config, inputs, storage, progress)
+
+
+def _owned(location: str) -> contextlib.AbstractContextManager[None]:
+    """Owns a dataset in a directory. S3 has no locks."""
+    return (
+        contextlib.nullcontext() if "://" in location else owned(location, "paceline data prepare")
+    )
+
+
+def _prepare(
+    config: PrepareConfig, inputs: "Inputs", storage: Storage, progress: Progress | None
+) -> DatasetManifest:
     storage.write(TOKENIZER, inputs.tokenizer.json.encode())
     job = make_job(config, inputs)
     tasks = [
@@ -87,7 +105,7 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
     sizes = [task.piece.num_bytes for task in tasks]
     with open_engine(config) as engine:
         pieces = _run_all(engine, tokenize_piece, tasks, sizes, progress)
-        dropped = [_unknown_files(inputs.found), *(piece.dropped for piece in pieces)]
+        dropped = [_dropped_files(inputs.found), *(piece.dropped for piece in pieces)]
         blocks = [block for piece in pieces for block in piece.blocks]
         if not blocks:
             raise _nothing_left(config, merge_dropped(dropped))
@@ -149,15 +167,15 @@ def _run_all(
     return [results[number] for number in range(len(tasks))]
 
 
-def _unknown_files(found: FoundFiles) -> dict[str, Dropped]:
-    if not found.unknown:
-        return {}
-    names, sizes = zip(*found.unknown, strict=True)
-    return {
-        UNKNOWN_KIND: Dropped(
-            num_documents=len(names), num_bytes=sum(sizes), examples=list(names[:MOST_EXAMPLES])
-        )
-    }
+def _dropped_files(found: FoundFiles) -> dict[str, Dropped]:
+    dropped = {}
+    for reason, files in ((UNKNOWN_KIND, found.unknown), (OUTSIDE_LINK, found.outside)):
+        if files:
+            names, sizes = zip(*files, strict=True)
+            dropped[reason] = Dropped(
+                num_documents=len(names), num_bytes=sum(sizes), examples=list(names[:MOST_EXAMPLES])
+            )
+    return dropped
 
 
 def _nothing_left(config: PrepareConfig, dropped: dict[str, Dropped]) -> DataError:

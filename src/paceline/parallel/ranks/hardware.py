@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.errors import HardwareError
 from paceline.core.hardware import find_device
-from paceline.core.host_memory import host_limit_bytes, usable_host_bytes
+from paceline.core.host import host_limit_bytes, usable_host_bytes
 from paceline.core.specs import DType, Precision
 from paceline.records.environment import processor_name
 from paceline.records.links import link_case_fields

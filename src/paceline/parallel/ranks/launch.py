@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
+from paceline.core.host import threads_per_rank
 from paceline.core.processes import ignore_sigint
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import RENDEZVOUS_FILE, Placement, local_placement
 from paceline.parallel.ranks.rendezvous import rendezvous_path
 from paceline.parallel.ranks.session import join_process_group
-from paceline.records.environment import threads_per_rank
 
 
 class RankError(PacelineError):

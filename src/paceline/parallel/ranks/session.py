@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from paceline.core.errors import UsageError
+from paceline.core.host import threads_per_rank
 from paceline.core.processes import (
     TERMINATION_GRACE_S,
     die_with_agent,
@@ -40,7 +41,6 @@ from paceline.parallel.ranks.placement import (
     slurm_accelerators,
 )
 from paceline.parallel.ranks.rendezvous import attempt_store, make_store, rendezvous_path
-from paceline.records.environment import threads_per_rank
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -30,19 +30,22 @@ from typing import NoReturn
 import torch
 
 from paceline.core.errors import UsageError
+from paceline.core.host import threads_per_rank
 from paceline.core.processes import (
-    STOP_SIGNALS,
+    ENDED_BY_REQUEST,
+    STOP_CODES,
     STOPPED,
     ForkedProcess,
     SignalForwarder,
     back_off_s,
     die_with_parent,
     exit_code_of,
+    stop_code,
+    stop_signals,
 )
 from paceline.parallel.ranks.heartbeats import Heartbeats
 from paceline.parallel.ranks.placement import RENDEZVOUS_FILE
 from paceline.parallel.ranks.rendezvous import rendezvous_path
-from paceline.records.environment import threads_per_rank
 
 _SAME_STEP = 3
 """Consecutive failures at one step after which the step, not the machine, is to blame."""
@@ -167,7 +170,7 @@ def supervise(
             if not verdict.restart:
                 return ending.exit_code
             if requests.come_within(verdict.pause_s):
-                return STOPPED
+                return stop_code()
             if supervisor.heartbeats[0].num_steps:
                 unlogged = ()
             number += 1
@@ -222,7 +225,7 @@ class _Supervisor:
                 if return_code is None:
                     continue
                 del ranks[rank]
-                if return_code == STOPPED or (deadline and return_code == -signal.SIGTERM):
+                if return_code in STOP_CODES or (deadline and return_code in ENDED_BY_REQUEST):
                     is_asked, code = True, STOPPED
                 elif return_code not in (0, _EXCEPTION):
                     return self._failure(rank, exit_code_of(return_code))
@@ -237,7 +240,7 @@ class _Supervisor:
             if is_asked and deadline is None:
                 deadline = now + self._grace_s
             if deadline is not None and now >= deadline:
-                return STOPPED
+                return stop_code()
             if ranks:
                 # Blames the oldest heartbeat: the other ranks wait for the hung one.
                 said_s, rank = min((self.heartbeats[rank].time_s, rank) for rank in ranks)
@@ -246,7 +249,7 @@ class _Supervisor:
                     killed = exit_code_of(-signal.SIGKILL)
                     return dataclasses.replace(self._failure(rank, killed), hung_s=silent_s)
             time.sleep(_POLL_INTERVAL_S)
-        return code
+        return stop_code() if code == STOPPED else code
 
     def _failure(self, rank: int, exit_code: int) -> Failure:
         last = self.heartbeats[rank]
@@ -273,7 +276,7 @@ class _Supervisor:
         code: object = 1
         try:
             die_with_parent(parent_pid)
-            for each in STOP_SIGNALS:
+            for each in stop_signals():
                 signal.signal(each, signal.SIG_DFL)
             self.heartbeats.become(rank)
             threads = os.environ.get("OMP_NUM_THREADS", threads_per_rank(self._num_ranks))

@@ -19,7 +19,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.core.errors import UsageError
-from paceline.records import Record
+from paceline.core.units import printable
+from paceline.records import CaseValue, Record
 from paceline.reports.fields import (
     describe_case,
     describe_fields,
@@ -27,6 +28,7 @@ from paceline.reports.fields import (
     field_text,
     single_kind,
     split_fields,
+    without_directories,
 )
 from paceline.reports.tables.columns import COLUMNS, UNSTEADY, Column, View
 
@@ -147,6 +149,13 @@ class Table:
     notes: tuple[str, ...] = ()
     """Reasons for missing numbers, and warnings about unreliable ones."""
 
+    def __post_init__(self) -> None:
+        # Names in records and of files may come from elsewhere.
+        clean = tuple(tuple(printable(cell) for cell in row) for row in self.rows)
+        object.__setattr__(self, "rows", clean)
+        object.__setattr__(self, "caption", printable(self.caption))
+        object.__setattr__(self, "notes", tuple(printable(note) for note in self.notes))
+
     @classmethod
     def of(
         cls,
@@ -162,6 +171,14 @@ class Table:
             rows=tuple(tuple(str(cell(item)) for cell in columns.values()) for item in items),
             caption=caption,
             notes=tuple(notes),
+        )
+
+    def without_directories(self) -> "Table":
+        """Returns the table for a page that is shared, which names files but not where they lie."""
+        return dataclasses.replace(
+            self,
+            rows=tuple(tuple(without_directories(cell) for cell in row) for row in self.rows),
+            notes=tuple(without_directories(note) for note in self.notes),
         )
 
     def __rich_console__(
@@ -255,6 +272,15 @@ def render_csv(records: Sequence[Record]) -> str:
         for name in metric_names:
             metric = record.metrics.get(name)
             metrics += (None, None) if metric is None else (metric.value, metric.std)
-        case = [record.case.get(field) for field in case_fields]
-        writer.writerow([record.kind, *case, record.outcome, record.reason, *metrics])
+        case = [_csv_cell(record.case.get(field)) for field in case_fields]
+        reason = _csv_cell(record.reason)
+        writer.writerow([record.kind, *case, record.outcome, reason, *metrics])
     return output.getvalue()
+
+
+def _csv_cell(value: CaseValue | None) -> CaseValue | None:
+    """Returns a cell that no spreadsheet takes for a formula, and no terminal for a command."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -172,7 +172,7 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=r"--out .*a\.jsonl is a file"):
         prepare(config_of(corpus, corpus / "a.jsonl"))
-    with pytest.raises(DataError, match=r"/proc/nowhere/tokenizer\.json: cannot be written"):
+    with pytest.raises(UsageError, match=r"/proc/nowhere cannot be written to: "):
         prepare(config_of(corpus, "/proc/nowhere"))
 
 

@@ -74,3 +74,12 @@ def test_what_transformers_does_not_know_is_named() -> None:
         HuggingFaceLM.of_config({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}})
     with pytest.raises(UsageError, match="model_type is missing"):
         HuggingFaceLM.of_config({})
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "auto_map"])
+def test_a_config_cannot_name_code_to_fetch(key: str) -> None:
+    """transformers would fetch a kernel of that name from a hub, and run it."""
+    config = _gpt2().to_dict() | {key: "someone/kernel", "nested": {key: "someone/kernel"}}
+    model = HuggingFaceLM.of_config(config)
+    assert model.inner.config._attn_implementation == "sdpa"
+    assert "someone" not in str(model.inner.config)

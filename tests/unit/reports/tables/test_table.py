@@ -259,3 +259,13 @@ def test_a_table_of_the_manual_fits(path: pathlib.Path, width: int) -> None:
         }
         found = set(shown.split())
         assert {word for word in words if len(word) <= _LONGEST_WORD} <= found
+
+
+def test_names_from_elsewhere_reach_no_terminal_and_no_spreadsheet() -> None:
+    """Records may come from somebody else, with escape sequences and formulas in their names."""
+    names = {"model": "=HYPERLINK(1)\x1b]0;title\x07", "device": "-1"}
+    hostile = make_record("step", {"time_s": 1.0}, **names)
+    table = Table(headers=("a",), rows=(("\x1b[2J",),), caption="\x1b", notes=("\x07",))
+    for text in (render_markdown(table), render_csv([hostile]), str(table)):
+        assert not set("\x1b\x07") & set(text)
+    assert "'=HYPERLINK(1)" in render_csv([hostile])

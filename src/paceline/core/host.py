@@ -1,4 +1,4 @@
-"""Host memory as the kernel reports it: in use by this process, and still available."""
+"""The host as the kernel reports it: memory in use and still available, and processors."""
 
 import contextlib
 import os
@@ -10,6 +10,18 @@ from paceline.core.units import KIB
 
 # Fraction that new processes may use; the remainder is left to other programs.
 _USABLE_FRACTION = 0.9
+
+
+def available_processors() -> int:
+    """Returns the number of CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_rank(world_size: int) -> int:
+    """Returns the number of threads per rank at which all ranks together fill the machine."""
+    return max(1, available_processors() // world_size)
 
 
 def reset_resident_peak() -> None:
