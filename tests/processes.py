@@ -45,6 +45,18 @@ def until(happens: Callable[[], object], seconds: float = 150) -> None:
         time.sleep(0.1)
 
 
+def start_python(place: pathlib.Path, *words: str) -> "subprocess.Popen[str]":
+    """Starts `python -m WORDS` in a directory and in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def paceline(
     place: pathlib.Path, *arguments: str, timeout_s: float = 280
 ) -> "subprocess.CompletedProcess[str]":

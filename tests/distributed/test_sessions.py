@@ -246,6 +246,48 @@ def test_nothing_listens_beyond_loopback(tmp_path: pathlib.Path) -> None:
     assert addresses, "gloo listens somewhere; the test must see it"
 
 
+OPEN = """
+import os, pathlib, sys
+from paceline.parallel import distributed_session
+
+with distributed_session(ranks_per_host=2) as session:
+    own = set()
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(entry))
+        except OSError:
+            pass
+    lines = pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]
+    sockets = [line.split()[9] for line in lines if line.split()[3] == "0A"]
+    os.write(1, (" ".join(each for each in sockets if f"socket:[{each}]" in own) + "\\n").encode())
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("is_private", [True, False], ids=["private", "shared"])
+def test_other_users_do_not_reach_ranks_in_a_network_namespace(
+    is_private: bool, tmp_path: pathlib.Path
+) -> None:
+    """The page on starting ranks has this command."""
+    namespace = ("unshare", "--map-root-user", "--net", "sh", "-c")
+    if is_private and subprocess.run([*namespace, "ip link set lo up"]).returncode != 0:
+        pytest.skip("this kernel allows ordinary users no user namespaces")
+    script = tmp_path / "open.py"
+    script.write_text(OPEN)
+    words = [PYTHON, str(script)]
+    if is_private:
+        words = [*namespace, f"ip link set lo up && exec {PYTHON} {script}"]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        sockets = {each for _rank in range(2) for each in running.stdout.readline().split()}
+        assert sockets
+        reached = pathlib.Path("/proc/net/tcp").read_text().split()
+        assert sockets.isdisjoint(reached) == is_private
+        running.communicate("")
+
+
 @pytest.mark.slow
 @needs_lab
 def test_a_shaped_link_carries_its_rate() -> None:

@@ -5,8 +5,6 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -14,11 +12,11 @@ from paceline.core.lock import LOCK, owned
 from paceline.records import RecordStore
 from paceline.training.run_directory import audit_run
 from tests.end_to_end.zipf_text import prepare_text
-from tests.processes import children_of, paceline, until
+from tests.processes import call_paceline, children_of, paceline, start_python, until
 
 _SMALL = (
     *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
-    *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=300"),
+    *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=150"),
     *("--set", "checkpoint.every_steps=20", "--set", "evaluation.sequences=4"),
 )
 
@@ -29,17 +27,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     place = tmp_path_factory.mktemp("ownership")
     prepare_text(place, "run.toml")
     return place
-
-
-def _start(place: pathlib.Path, *words: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", *words],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def _suspend(pid: int) -> None:
@@ -75,10 +62,10 @@ def test_a_second_train_is_refused_and_after_kill_9_the_next_goes_on(
     out = request.node.callspec.id
     run = place / out
     command = (*words, *_SMALL, "--set", f"out={out}")
-    with _start(place, *command) as first:
+    with start_python(place, *command) as first:
         until(lambda: len(_steps(run)) > 20)
         _suspend(first.pid)  # A run that waits owns its directory, too.
-        second = paceline(place, "train", "run.toml", *_SMALL, "--set", f"out={out}")
+        second = call_paceline(place, "train", "run.toml", *_SMALL, "--set", f"out={out}")
         assert first.poll() is None, first.communicate()
         assert second.returncode == 2
         assert second.stderr.startswith(f"paceline: error: {out} is in use (paceline train, ")
@@ -87,14 +74,14 @@ def test_a_second_train_is_refused_and_after_kill_9_the_next_goes_on(
         first.kill()
     went_on = paceline(place, "train", "run.toml", *_SMALL, "--set", f"out={out}")
     assert went_on.returncode == 0, went_on.stderr
-    assert _steps(run) == list(range(1, 301))
-    assert audit_run(run) == (300, [])
+    assert _steps(run) == list(range(1, 151))
+    assert audit_run(run) == (150, [])
 
 
 def test_ranks_of_a_launcher_that_come_second_are_refused(place: pathlib.Path) -> None:
     words = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline", "train")
     with owned(place / "taken", "paceline train"):
-        with _start(place, *words, "run.toml", *_SMALL, "--set", "out=taken") as second:
+        with start_python(place, *words, "run.toml", *_SMALL, "--set", "out=taken") as second:
             _, stderr = second.communicate(timeout=240)
         assert stderr.count("taken is in use (paceline train, ") == 1
         assert "exitcode  : 2" in stderr.replace("\t", " ")
@@ -126,7 +113,7 @@ def test_a_second_sweep_and_a_second_loop_are_refused(place: pathlib.Path) -> No
 def test_a_sweep_does_not_take_a_run_of_somebody_else_for_a_failed_one(place: pathlib.Path) -> None:
     """Whoever trains in the directory of a run by hand stops the sweep, and spoils nothing."""
     sweep = ("sweep", "run.toml", "--target", "8e12", "--at-once", "1", "--out", "by-hand")
-    with _start(place, "paceline", *sweep) as first:
+    with start_python(place, "paceline", *sweep) as first:
         until(lambda: any((place / "by-hand" / "runs").glob("*/metrics.jsonl")))
         [child] = [pid for pid in children_of(first.pid) if _is_train(pid)]
         run = pathlib.Path(f"/proc/{child}/fd/1").readlink().parent
@@ -147,7 +134,7 @@ def test_interleaved_commands_lose_double_and_mislabel_nothing(tmp_path: pathlib
     words = ("studies.reliability.ownership", str(tmp_path / "store.jsonl"))
     seed = str(random.randrange(10**6))
     root = pathlib.Path(__file__).parents[2]
-    with _start(root, *words, "--interleavings", "6", "--seed", seed) as study:
+    with start_python(root, *words, "--interleavings", "6", "--seed", seed) as study:
         stdout, stderr = study.communicate(timeout=280)
     assert study.returncode == 0, f"seed {seed}: {stdout}{stderr}"
     tried = [record.metrics["num_tried"].value for record in RecordStore(words[1]).read()]
@@ -157,7 +144,7 @@ def test_interleaved_commands_lose_double_and_mislabel_nothing(tmp_path: pathlib
 
 def test_a_stop_request_frees_the_directory(place: pathlib.Path) -> None:
     command = ("train", "run.toml", *_SMALL, "--set", "out=stopped")
-    with _start(place, "paceline", *command) as first:
+    with start_python(place, "paceline", *command) as first:
         until(lambda: len(_steps(place / "stopped")) > 20)
         first.send_signal(signal.SIGTERM)
         first.communicate(timeout=60)

@@ -7,14 +7,13 @@ import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.processes import children_of
+from tests.processes import children_of, start_python
 
 pytest.importorskip("torchft")
 
@@ -29,13 +28,7 @@ _ELASTIC = ("--set", "parallel.elastic=replicas")
 
 
 def _start(place: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start_python(place, "paceline", *arguments)
 
 
 def _paceline(place: pathlib.Path, *arguments: str) -> str:

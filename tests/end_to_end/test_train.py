@@ -16,7 +16,7 @@ import tomllib
 
 import pytest
 
-from tests.processes import call_paceline, children_of, until
+from tests.processes import call_paceline, children_of, start_python, until
 
 _SMALL = (
     *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
@@ -27,14 +27,7 @@ _SMALL = (
 
 
 def _start(place: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return start_python(place, "paceline", *arguments)
 
 
 def _paceline(place: pathlib.Path, *arguments: str) -> str:

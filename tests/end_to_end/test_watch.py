@@ -5,14 +5,13 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from paceline.training.toml_config import encode_config
 from tests.distributed.small_runs import changed, small_run
-from tests.processes import process_of_rank
+from tests.processes import process_of_rank, start_python
 
 
 def _start(place: pathlib.Path, out: str, **watch: object) -> "subprocess.Popen[str]":
@@ -21,14 +20,7 @@ def _start(place: pathlib.Path, out: str, **watch: object) -> "subprocess.Popen[
     )
     config = changed(config, out, watch=watch, logging={"every_steps": 1})
     (place / "run.toml").write_text(encode_config(config))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "train", "run.toml", "--ranks", "2"],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_python(place, "paceline", "train", "run.toml", "--ranks", "2")
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("step 20 "):
