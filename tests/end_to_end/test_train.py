@@ -187,30 +187,26 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> N
     assert list((place / "long" / "checkpoints").glob("step-*"))
 
 
+def _take_terminal() -> None:
+    """Makes stdin the terminal of this session, whose end is noticed even below nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_run_whose_terminal_is_closed_is_saved(place: pathlib.Path, ranks: str) -> None:
     out = f"closed-{ranks}"
-    changes = ("--set", f"out={out}", "--set", "training.steps=100000")
-    changes += ("--set", "checkpoint.every_steps=99999", "--set", "logging.every_steps=100")
+    words = ["train", "run.toml", "--ranks", ranks, *_SMALL, "--set", f"out={out}"]
+    words += ["--set", "training.steps=100000", "--set", "checkpoint.every_steps=99999"]
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "paceline",
-            "train",
-            "run.toml",
-            "--ranks",
-            ranks,
-            *_SMALL,
-            *changes,
-        ],
+        [sys.executable, "-m", "paceline", *words, "--set", "logging.every_steps=100"],
         cwd=place,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_take_terminal,
     )
     os.close(theirs)
     os.set_blocking(ours, False)
@@ -220,9 +216,12 @@ def test_a_run_whose_terminal_is_closed_is_saved(place: pathlib.Path, ranks: str
             os.read(ours, 1 << 16)  # Otherwise the run waits for its terminal.
         return _last_step(place / out) > 5
 
-    until(trains)
-    os.close(ours)
-    assert running.wait(120) == 129
+    try:
+        until(trains)
+        os.close(ours)
+        assert running.wait(120) == 129
+    finally:
+        running.kill()
     assert list((place / out / "checkpoints").glob("step-*"))
 
 
