@@ -5,23 +5,42 @@ a hang or a gigabyte of memory is a bug.
 """
 
 import functools
+import gzip
+import io
 import json
 import pathlib
 import random
 import resource
+import struct
+import tempfile
 import time
 from collections.abc import Callable
 
-from paceline.checkpoint.catalog import list_checkpoints
+import blake3
+import pyarrow
+import pyarrow.parquet
+import safetensors.torch
+import torch
+import zstandard
+
+from paceline.checkpoint.catalog import list_checkpoints, verify_checkpoint
+from paceline.checkpoint.restore import load_step
+from paceline.checkpoint.state import load_training_state
 from paceline.core import BatchShape, Estimate, ParallelLayout, Plan, model_preset, precision_preset
 from paceline.core.errors import PacelineError
 from paceline.core.units import KIB
-from paceline.data.loader.config import SourceConfig
-from paceline.data.manifest import read_manifest
+from paceline.data.documents import ReadOptions, read_span
+from paceline.data.inspect import document_lengths, verify
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+from paceline.data.loader.loader import TokenLoader
+from paceline.data.manifest import MANIFEST, read_manifest
+from paceline.data.megatron import MegatronDataset
+from paceline.data.prepare.tokenize import plan_pieces
+from paceline.data.source_files import find_files
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json, load_tokenizer
 from paceline.models.hugging_face import read_config as hugging_face_config
-from paceline.models.hugging_face import weight_files
+from paceline.models.hugging_face import read_weights, shape_of_config, weight_files
 from paceline.predict.calibration import calibrations
 from paceline.records import RecordStore, encode_plan
 from paceline.scaling import read_sweep
@@ -30,6 +49,8 @@ from paceline.training.config import DataConfig, RunConfig
 from paceline.training.metrics import MetricsFile
 from paceline.training.plan import read_plan
 from paceline.training.toml_config import config_template, read_config
+from tests.unit.checkpoint.runs import SmallRun, save_steps
+from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 LONGEST_S = 10.0
@@ -63,13 +84,108 @@ def _sweep() -> bytes:
     return json.dumps(rows).encode()
 
 
-def _dataset() -> bytes:
-    return json.dumps({"schema": 1, "blake3": "0" * 64, "vocab_size": 256, "splits": {}}).encode()
+_SHARD = "train/00000000.tokens"
 
 
-def _checkpoint() -> bytes:
-    body = {"schema": 1, "step": 1, "save_id": "a", "world_size": 1, "block_bytes": 16}
-    return json.dumps({"blake3": "0" * 64, "manifest": body}).encode()
+@functools.cache
+def _dataset() -> dict[str, bytes]:
+    """Returns the files of a small dataset by name."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_dataset(directory, random_documents(200), shard_tokens=100)
+        return _contents(pathlib.Path(directory))
+
+
+_STEP = "step-00000001"
+
+
+@functools.cache
+def _checkpoint() -> dict[str, bytes]:
+    """Returns the files of a checkpoint by name, its manifest without the digest."""
+    with tempfile.TemporaryDirectory() as directory:
+        save_steps(directory, [1], max_file_bytes=400)
+        files = _contents(pathlib.Path(directory))
+    sealed = json.loads(files[f"{_STEP}/{MANIFEST}"])
+    return files | {f"{_STEP}/{MANIFEST}": json.dumps(sealed["manifest"]).encode()}
+
+
+def _contents(directory: pathlib.Path) -> dict[str, bytes]:
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def _complete(directory: pathlib.Path, files: dict[str, bytes]) -> None:
+    """Writes the files that are missing around a damaged one."""
+    for name, content in files.items():
+        path = directory / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def _read_dataset(directory: pathlib.Path) -> None:
+    _complete(directory, _dataset())
+    storage = open_storage(directory)
+    manifest = read_manifest(storage)
+    list(verify(storage, manifest))
+    for split in manifest.splits:
+        document_lengths(storage, manifest, split)
+    config = LoaderConfig(
+        sources=(SourceConfig(place=str(directory)),), context_length=20, batch_size=4
+    )
+    with TokenLoader(config) as loader:
+        next(loader)
+
+
+def _read_checkpoint(directory: pathlib.Path) -> None:
+    _complete(directory, _checkpoint())
+    manifest = directory / _STEP / MANIFEST
+    body = manifest.read_bytes()
+    digest = blake3.blake3(body).hexdigest().encode()
+    manifest.write_bytes(b'{"blake3":"' + digest + b'","manifest":' + body + b"}\n")
+    try:
+        list_checkpoints(directory)
+        list(verify_checkpoint(directory, 1))
+        run = SmallRun()
+        optimizers = {"main": run.optimizer}
+        load_step(directory, 1, lambda source: load_training_state(source, run.model, optimizers))
+    finally:
+        manifest.write_bytes(body)
+
+
+def _documents(path: pathlib.Path) -> int:
+    options = ReadOptions(separator=b"\n\n", field="text", max_document_bytes=2**20)
+    pieces = plan_pieces(find_files([str(path)]).files, options)
+    spans = [span for piece in pieces for span in piece.spans]
+    return sum(1 for span in spans for _ in read_span(span, options))
+
+
+def _json_lines() -> bytes:
+    return b"".join(json.dumps({"text": f"document {each}"}).encode() + b"\n" for each in range(9))
+
+
+def _parquet() -> bytes:
+    stream = io.BytesIO()
+    texts = pyarrow.table({"text": ["one", None, "three"] * 3})
+    pyarrow.parquet.write_table(texts, stream, row_group_size=4)
+    return stream.getvalue()
+
+
+def _megatron_index() -> bytes:
+    return (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, 3, 4)
+        + struct.pack("<3i", 2, 1, 3)
+        + struct.pack("<3q", 0, 4, 6)
+        + struct.pack("<4q", 0, 2, 3, 3)
+    )
+
+
+def _read_megatron(index: pathlib.Path) -> int:
+    index.with_suffix(".bin").write_bytes(bytes(12))
+    dataset = MegatronDataset(index)
+    for number in range(min(len(dataset), 100)):
+        dataset.document(number)
+    return dataset.num_tokens()
 
 
 def _searched_plan() -> bytes:
@@ -113,24 +229,40 @@ FILES: dict[str, tuple[str, Callable[[], bytes], Reader]] = {
     "tokenizer": ("tokenizer.json", lambda: byte_tokenizer_json().encode(), load_tokenizer),
     "Hugging Face config": (
         "config.json",
-        lambda: b'{"model_type": "llama", "hidden_size": 64, "vocab_size": 256}',
-        lambda path: hugging_face_config(path.parent),
+        lambda: (
+            b'{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, '
+            b'"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256, '
+            b'"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, '
+            b'"tie_word_embeddings": false}'
+        ),
+        lambda path: shape_of_config(hugging_face_config(path.parent)),
     ),
     "Hugging Face index": (
         "model.safetensors.index.json",
         lambda: b'{"metadata": {}, "weight_map": {"a": "model.safetensors.index.json"}}',
         lambda path: weight_files(path.parent),
     ),
+    "Hugging Face weights": (
+        "model.safetensors",
+        lambda: safetensors.torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}),
+        lambda path: read_weights(path.parent),
+    ),
     "dataset manifest": (
-        "manifest.json",
-        _dataset,
-        lambda path: read_manifest(open_storage(path.parent)),
+        MANIFEST,
+        lambda: _dataset()[MANIFEST],
+        lambda path: _read_dataset(path.parent),
     ),
+    "shard": (_SHARD, lambda: _dataset()[_SHARD], lambda path: _read_dataset(path.parents[1])),
     "checkpoint manifest": (
-        "step-00000001/manifest.json",
-        _checkpoint,
-        lambda path: list_checkpoints(path.parents[1]),
+        f"{_STEP}/{MANIFEST}",
+        lambda: _checkpoint()[f"{_STEP}/{MANIFEST}"],
+        lambda path: _read_checkpoint(path.parents[1]),
     ),
+    "Megatron index": ("data.idx", _megatron_index, _read_megatron),
+    "Parquet": ("corpus.parquet", _parquet, _documents),
+    "gzip": ("corpus.jsonl.gz", lambda: gzip.compress(_json_lines(), mtime=0), _documents),
+    "zstd": ("corpus.jsonl.zst", lambda: zstandard.compress(_json_lines()), _documents),
+    "JSON lines": ("corpus.jsonl", _json_lines, _documents),
 }
 
 _TOKENS = (
@@ -162,12 +294,12 @@ def mutate(content: bytes, chance: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def hostile_read(subject: str, seed: int, directory: pathlib.Path) -> tuple[str, float]:
-    """Reads one damaged file; returns the problem, empty if there is none, and the seconds."""
-    name, make, read = FILES[subject]
+def read_content(subject: str, content: bytes, directory: pathlib.Path) -> tuple[str, float]:
+    """Reads a file with some content; returns the problem, empty if there is none, and seconds."""
+    name, _, read = FILES[subject]
     path = directory / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(mutate(make(), random.Random(f"{subject} {seed}")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
     began = time.perf_counter()
     problem = ""
     try:
@@ -180,6 +312,13 @@ def hostile_read(subject: str, seed: int, directory: pathlib.Path) -> tuple[str,
     seconds = time.perf_counter() - began
     if seconds > LONGEST_S:
         problem = problem or f"took {seconds:.1f} s"
+    return problem, seconds
+
+
+def hostile_read(subject: str, seed: int, directory: pathlib.Path) -> tuple[str, float]:
+    """Reads one randomly damaged file; returns the problem, empty if there is none, and seconds."""
+    content = mutate(FILES[subject][1](), random.Random(f"{subject} {seed}"))
+    problem, seconds = read_content(subject, content, directory)
     return problem and f"{subject}, seed {seed}: {problem}", seconds
 
 

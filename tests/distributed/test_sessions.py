@@ -312,6 +312,18 @@ def test_a_lossy_link_loses_packets() -> None:
 
 
 @needs_lab
+def test_virtual_hosts_have_no_way_out() -> None:
+    """An address outside is refused at once, because no route leads there."""
+    with hosts(2, LinkShape()) as (first, second):
+        routes = first.run("ip", "route").splitlines()
+        assert routes
+        assert not [line for line in routes if line.startswith("default")]
+        assert " 0% packet loss" in first.run("ping", "-c", "1", second.address)
+        with pytest.raises(LabError, match="unreachable"):
+            first.run("ping", "-c", "1", "-W", "1", "192.0.2.1")
+
+
+@needs_lab
 def test_a_lab_killed_by_force_leaves_nothing() -> None:
     # The shell forks `sleep`, so killing only the rank would not end it.
     command = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--"]

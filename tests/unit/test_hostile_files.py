@@ -21,8 +21,7 @@ def test_what_is_not_damaged_is_read_as_far_as_its_example_goes(
     subject: str, tmp_path: pathlib.Path
 ) -> None:
     """Checks that readers accept undamaged examples, so that damage gets past the first check."""
-    if subject.endswith("manifest"):
-        pytest.skip("a manifest's digest refuses anything that was not saved")
     name, make, read = FILES[subject]
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_bytes(make())
     read(tmp_path / name)

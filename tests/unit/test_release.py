@@ -9,6 +9,9 @@ import subprocess
 import sys
 import tomllib
 
+import packaging.requirements
+import packaging.utils
+import packaging.version
 import pytest
 import yaml
 
@@ -86,6 +89,89 @@ def test_hosted_checks_are_the_scripts() -> None:
     assert re.search(r"^scripts/check .*&$", run, re.MULTILINE)
     assert re.search(r"^scripts/test \|\| status=\$\?$", run, re.MULTILINE)
     assert run.endswith('exit "$status"\n')
+
+
+_PIPELINES = sorted((ROOT / ".github").glob("workflows/*.yml"))
+_ACTIONS = sorted((ROOT / ".github").glob("actions/*/action.yml"))
+_IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("path", [*_PIPELINES, *_ACTIONS], ids=lambda path: path.stem)
+def test_actions_are_named_by_commit(path: pathlib.Path) -> None:
+    """A tag can be moved to other code, a commit cannot."""
+    lines = re.findall(r"uses: (.*)", path.read_text(encoding="utf-8"))
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"\./\S+|[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+
+
+@pytest.mark.parametrize("path", _IMAGES, ids=lambda path: path.stem)
+def test_images_have_a_digest_and_a_user(path: pathlib.Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    names = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    assert len(stages) == 2
+    for stage in stages:
+        image = re.sub(r"\$\{(\w+)\}", lambda found: names[found[1]], stage.split()[0])
+        assert re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", image), image
+    users = re.findall(r"^USER (\S+)$", stages[-1], re.MULTILINE)
+    assert users
+    assert users[-1] not in ("root", "0")
+
+
+def _pins() -> dict[str, list[packaging.version.Version]]:
+    """Returns the versions that constraints.txt has of each package."""
+    found: dict[str, list[packaging.version.Version]] = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.lstrip().startswith("#"):
+            requirement = packaging.requirements.Requirement(line)
+            (pin,) = requirement.specifier
+            assert pin.operator == "==", line
+            name = packaging.utils.canonicalize_name(requirement.name)
+            found.setdefault(name, []).append(packaging.version.Version(pin.version))
+    return found
+
+
+def test_everything_is_installed_with_the_constraints() -> None:
+    pins = _pins()
+    extras = itertools.chain.from_iterable(PROJECT["optional-dependencies"].values())
+    for line in (*PROJECT["dependencies"], *extras):
+        requirement = packaging.requirements.Requirement(line)
+        versions = pins[packaging.utils.canonicalize_name(requirement.name)]
+        assert all(version in requirement.specifier for version in versions), line
+    files = (*_PIPELINES, *_ACTIONS, *_IMAGES, ROOT / ".ci" / "run", ROOT / "scripts" / "audit")
+    installed = 0
+    for path in files:
+        for line in re.findall(r"pip\"? install (.*)", path.read_text(encoding="utf-8")):
+            if "--upgrade pip" not in line:
+                assert "--constraint" in line, (path, line)
+                installed += 1
+    assert installed >= 8
+
+
+@pytest.mark.parametrize("path", _PIPELINES, ids=lambda path: path.stem)
+def test_workflows_have_no_more_rights_than_they_need(path: pathlib.Path) -> None:
+    workflow = _read_yaml(f".github/workflows/{path.name}")
+    assert workflow["permissions"] == {"contents": "read"}
+    # The file's text would show a secret wherever it is used.
+    assert "secrets." not in path.read_text(encoding="utf-8")
+    for name, job in workflow["jobs"].items():
+        rights = {key for key, value in job.get("permissions", {}).items() if value == "write"}
+        expected = {"build": {"id-token", "attestations"}, "publish": {"id-token"}}
+        assert rights == (expected[name] if path.stem == "release" else set())
+        for step in job["steps"]:
+            if "checkout" in step.get("uses", ""):
+                assert step["with"]["persist-credentials"] is False
+
+
+def test_a_release_is_audited() -> None:
+    jobs = _read_yaml(".github/workflows/release.yml")["jobs"]
+    commands = [step.get("run", "") for step in jobs["build"]["steps"]]
+    assert commands.index("scripts/package dist") < commands.index("scripts/audit bill")
+    assert jobs["publish"]["needs"] == "build"
+    audit = (ROOT / "scripts" / "audit").read_text(encoding="utf-8")
+    assert re.search(r"cyclonedx-py.* environment", audit)
+    assert re.search(r"pip-audit\" --strict", audit)
 
 
 def test_a_suite_that_does_not_exist_is_an_error() -> None:

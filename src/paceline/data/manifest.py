@@ -57,7 +57,12 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def shard_entries(self) -> list[ShardEntry]:
         """Decodes the shard entries."""
-        return msgspec.json.decode(self.shards, type=list[ShardEntry])
+        try:
+            return msgspec.json.decode(self.shards, type=list[ShardEntry])
+        except UNDECODABLE as error:
+            raise DataError(
+                f"{MANIFEST}: its list of shards is damaged: {error}; prepare the dataset again"
+            ) from error
 
 
 class SourceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _S3 = "s3://"
 _CREDENTIALS = re.compile(r"//[^/?#\s]*@")
+_REFUSED = re.compile(r"status code: 40[13]\b")
+"""In the text of an error: listing raises the same kind of error whatever the server answered."""
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.2
 _DELETED_TOGETHER = 1000
@@ -258,6 +260,11 @@ class S3Storage:
             except (NotFoundError, FileNotFoundError) as error:
                 raise FileNotFoundError(f"{self.url}/{name}: no such object") from error
             except BaseError as error:
+                if _REFUSED.search(str(error)):
+                    raise DataError(
+                        f"{self.url}/{name}: the server refuses the request; check the credentials "
+                        "and their rights to the bucket"
+                    ) from error
                 if attempt == _ATTEMPTS - 1:
                     raise DataError(
                         f"{self.url}/{name}: {_first_line(error)}, {_ATTEMPTS} times; check "

@@ -5,6 +5,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
+import blake3
 import msgspec
 import numpy as np
 import pytest
@@ -13,9 +14,16 @@ from hypothesis import strategies as st
 
 from paceline.data import inspect as verify_module
 from paceline.data.inspect import document_beginnings, document_lengths, verify
-from paceline.data.manifest import MANIFEST, DatasetManifest, encode_manifest, read_manifest
+from paceline.data.manifest import (
+    DOCUMENT_END_DTYPE,
+    MANIFEST,
+    DatasetManifest,
+    documents_name,
+    encode_manifest,
+    read_manifest,
+)
 from paceline.data.storage import LocalStorage
-from tests.unit.data.dataset_factory import write_dataset
+from tests.unit.data.dataset_factory import END_OF_DOCUMENT, write_dataset
 
 
 @pytest.fixture
@@ -81,10 +89,36 @@ def _with(storage: LocalStorage, **changes: object) -> DatasetManifest:
     return manifest
 
 
-def test_tokens_beyond_the_vocabulary_are_named(storage: LocalStorage) -> None:
-    _with(storage, vocab_size=5)
+@pytest.mark.parametrize("vocab_size", [5, END_OF_DOCUMENT])
+def test_tokens_beyond_the_vocabulary_are_named(storage: LocalStorage, vocab_size: int) -> None:
+    """The last token of a vocabulary is its size less one."""
+    _with(storage, vocab_size=vocab_size)
     assert all("vocabulary: " in finding for finding in _findings(storage))
     assert len(_findings(storage)) == read_manifest(storage).num_shards("train")
+
+
+@pytest.mark.parametrize("wrong", ["repeated", "descending", "beyond"])
+def test_documents_that_end_before_they_begin_are_named(storage: LocalStorage, wrong: str) -> None:
+    """Their digest fits: they were wrong when they were written."""
+    name = documents_name("train", 0)
+    ends = np.frombuffer(storage.read(name), DOCUMENT_END_DTYPE).copy()
+    assert len(ends) > 2
+    if wrong == "repeated":
+        ends[1] = ends[0]
+    elif wrong == "descending":
+        ends[:2] = ends[1::-1]
+    else:
+        ends[-1] = 17  # Of 16 tokens.
+    storage.write(name, ends.tobytes())
+    manifest = read_manifest(storage)
+    split = manifest.splits["train"]
+    first, *others = split.shard_entries()
+    digest = blake3.blake3(ends.tobytes()).hexdigest()
+    first = msgspec.structs.replace(first, documents_blake3=digest)
+    shards = msgspec.Raw(msgspec.json.encode([first, *others]))
+    _with(storage, splits={"train": msgspec.structs.replace(split, shards=shards)})
+    (finding,) = _findings(storage)
+    assert "00000000.documents has documents that end before they begin" in finding
 
 
 def test_documents_that_nothing_ends_are_named(storage: LocalStorage) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import RecordError
 from paceline.records import Metric, Record, RecordStore, capture_environment, latest_per_case
-from paceline.records.store import decode_record
+from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE
+from paceline.records.store import case_key, decode_record
 
 PLACE = {"device": "cpu", "hardware": "test", "threads": 1}
 
@@ -186,3 +187,12 @@ def test_deep_nesting_is_refused() -> None:
 def test_the_newest_record_of_a_case_counts() -> None:
     first, second, other = make_record(1.0), make_record(2.0), make_record(3.0, world_size=2)
     assert latest_per_case([first, other, second]) == [second, other]
+
+
+def test_a_link_that_is_measured_again_is_the_same_link() -> None:
+    """Its measured rate differs on every run; its nominal rate does not."""
+    first, again = (make_record(1.0, **{MEASURED_LINK_RATE: rate}) for rate in (0.99e9, 1.01e9))
+    assert latest_per_case([first, again]) == [again]
+    assert case_key(first) == case_key(again)
+    faster = make_record(1.0, **{LINK_RATE: 2e9, MEASURED_LINK_RATE: 0.99e9})
+    assert latest_per_case([first, faster]) == [first, faster]

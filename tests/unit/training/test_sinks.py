@@ -97,6 +97,28 @@ def test_mlflow_keeps_a_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     assert [metric.step for metric in losses] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_credentials_of_trackers_are_written_nowhere(
+    name: SinkName,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip(name)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    variables = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_SECRET_ACCESS_KEY")
+    secrets = {variable: f"canary{number}" * 5 for number, variable in enumerate(variables)}
+    secrets["WANDB_API_KEY"] = "cafe" * 10  # The client checks its length and letters.
+    for variable, secret in secrets.items():
+        monkeypatch.setenv(variable, secret)
+    _train(_sink(tmp_path, name), 0, 4)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    written = b"".join(path.read_bytes() for path in files) + "".join(capfd.readouterr()).encode()
+    assert not [variable for variable, secret in secrets.items() if secret.encode() in written]
+
+
 def test_training_goes_on_when_a_tracker_dies(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
