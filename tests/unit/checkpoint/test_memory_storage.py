@@ -25,6 +25,26 @@ def test_a_run_finds_its_memory_again_and_another_run_does_not(tmp_path: pathlib
     assert first.directory.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_run_that_begins_again_does_not_find_the_memory_of_the_one_before(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Whoever removes a run's checkpoints starts over: its memory belongs to the run before."""
+    first = _open(tmp_path, tmp_path / "run")
+    first.close()
+    (tmp_path / "run" / "token").unlink()
+    assert _open(tmp_path, tmp_path / "run").directory != first.directory
+
+
+@pytest.mark.parametrize("mode", [0o710, 0o720, 0o740, 0o701, 0o702, 0o704])
+def test_memory_that_a_group_or_others_can_open_is_refused(
+    tmp_path: pathlib.Path, mode: int
+) -> None:
+    place = _open(tmp_path, tmp_path / "run")
+    place.directory.chmod(mode)
+    with pytest.raises(CheckpointError, match="other users can open it"):
+        _open(tmp_path, tmp_path / "run")
+
+
 def test_memory_of_a_run_that_is_gone_is_swept(tmp_path: pathlib.Path) -> None:
     held, gone, silent, recent = (_open(tmp_path, tmp_path / name) for name in "abcd")
     for place in (gone, silent, recent):

@@ -23,7 +23,7 @@ from paceline.checkpoint.state import (
     load_training_state,
     restore_random_state,
 )
-from paceline.checkpoint.storage import open_checkpoints
+from paceline.checkpoint.storage import DirectoryStorage, open_checkpoints
 from tests.unit.checkpoint.runs import SmallRun, equal, save_steps
 from tests.unit.data.s3_server import s3_server
 
@@ -235,3 +235,22 @@ def test_a_checkpoint_of_version_0_2_still_loads(tmp_path: pathlib.Path) -> None
     assert float(state["step"]) == 1.0
     assert torch.allclose(state["exp_avg"], torch.full((2, 3), 0.1))
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("seen", [0.0, 0.5])
+def test_files_that_the_first_rank_does_not_see_whole_are_not_published(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, seen: float
+) -> None:
+    """A directory that each host has for itself, such as /tmp, is no place for checkpoints."""
+    sizes = DirectoryStorage.sizes
+    monkeypatch.setattr(
+        DirectoryStorage,
+        "sizes",
+        lambda *arguments: {
+            name: int(size * seen) for name, size in sizes(*arguments).items() if seen
+        },
+    )
+    message = r"first rank cannot see rank-00000-00000\.safetensors, written by rank 0; name a dir"
+    with pytest.raises(CheckpointError, match=message):
+        save_steps(tmp_path, [1])
+    assert list_checkpoints(tmp_path) == []

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import fcntl
 import gc
 import itertools
 import multiprocessing
@@ -155,6 +156,27 @@ def test_a_shard_that_is_not_there_is_named(dataset: str, tmp_path: pathlib.Path
     open_storage(dataset).delete(name_of(4))
     with pytest.raises(DataError, match=f"{name_of(4)}: listed in the manifest"):
         make_cache(dataset, tmp_path).open(name_of(4))
+
+
+def test_a_file_that_is_deleted_while_it_is_opened_is_fetched_again(
+    dataset: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes room between the opening of the file and its lock."""
+    cache = make_cache(dataset, tmp_path)
+    cache.open(name_of(0)).close()
+    (path,) = tmp_path.rglob("00000000.tokens")
+    lock = fcntl.flock
+
+    def delete_and_lock(file: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_SH:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            path.unlink()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", delete_and_lock)
+    with cache.open(name_of(0)) as file:
+        # Without a name, another process would not see that the file is in use.
+        assert os.fstat(file.fileno()).st_nlink == 1
 
 
 def test_a_damaged_file_of_the_cache_is_fetched_again(dataset: str, tmp_path: pathlib.Path) -> None:
