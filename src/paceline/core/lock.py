@@ -87,7 +87,7 @@ class Owner:
     def read(cls, descriptor: int) -> "Owner | None":
         """Returns the owner that a lock file names; None if it names none."""
         try:
-            fields = json.loads(os.pread(descriptor, _LONGEST, 0))
+            fields = json.loads(_content(descriptor))
         except (ValueError, RecursionError):
             return None
         if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
@@ -279,6 +279,22 @@ def _lock(descriptor: int) -> bool | None:
         return lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) or None
     except BlockingIOError:
         return False
+
+
+def _content(descriptor: int) -> bytes:
+    """Returns the content of a lock file, which is opened again to read it.
+
+    For as long as a file is open, a network file system may answer from memory. It asks what other
+    hosts have written when a file is opened.
+    """
+    try:
+        reopened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # Not Linux, or another host has deleted the file.
+        return os.pread(descriptor, _LONGEST, 0)
+    try:
+        return os.pread(reopened, _LONGEST, 0)
+    finally:
+        os.close(reopened)
 
 
 def _in_use(directory: pathlib.Path, owner: Owner | None) -> InUseError:
