@@ -59,11 +59,13 @@ class Mutant:
     function: str
     before: str
     after: str
+    occurrence: int
+    """How many edits of the function with the same texts stand before this one."""
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, str, str, str, int]:
         """Identifies the edit after lines have moved."""
-        return self.path, self.function, self.before, self.after
+        return self.path, self.function, self.before, self.after, self.occurrence
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.function}: {self.before} -> {self.after}"
@@ -97,7 +99,9 @@ class _Instrumenter(ast.NodeTransformer):
         number = self._first + len(self.mutants)
         where = getattr(node, "lineno", 0)
         function = ".".join(self._names)
-        self.mutants.append(Mutant(number, self._path, where, function, before, after))
+        texts = function, before, after
+        same = sum((each.function, each.before, each.after) == texts for each in self.mutants)
+        self.mutants.append(Mutant(number, self._path, where, *texts, same))
         return ast.Call(ast.Name(HIT, ast.Load()), [ast.Constant(number)], [])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:

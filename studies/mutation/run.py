@@ -40,13 +40,16 @@ from studies.mutation.mutants import Mutant, instrument, source_files
 
 ROOMS = (
     *("checkpoint", "data/loader", "data/sampling", "data/inspect", "training/step"),
-    *("training/optimizers", "health", "parallel/zero", "parallel/fsdp"),
+    *("training/optimizers", "training/recovery", "training/run_checkpointer"),
+    *("health", "parallel/zero", "parallel/fsdp"),
 )
 """Whose mistakes lose or damage what somebody paid for."""
 RESULTS = ROOT / "results/mutants"
 _PACKAGE = ROOT / "src/paceline"
 _SERVE = "from studies.mutation.worker import serve; serve()"
 _TESTS = ("tests/unit", "tests/distributed")
+_KEY = ("path", "function", "before", "after", "occurrence")
+"""Fields of a survivor that identify it."""
 _SLOWER, _EXTRA_S = 4.0, 20.0
 """Tests that take this many times as long, and so many seconds more, wait for something lost."""
 _MOST_TESTS = 300
@@ -260,12 +263,12 @@ class Survivors:
 
     def __init__(self, room: str) -> None:
         self._path = RESULTS / f"{room.replace('/', '-')}.jsonl"
-        self.reasons: dict[tuple[str, ...], str] = {}
-        self.keys: set[tuple[str, ...]] = set()
+        self.reasons: dict[tuple[str | int, ...], str] = {}
+        self.keys: set[tuple[str | int, ...]] = set()
         if self._path.exists():
             for line in self._path.read_text(encoding="utf-8").splitlines()[1:]:
                 row = json.loads(line)
-                key = tuple(row[name] for name in ("path", "function", "before", "after"))
+                key = tuple(row[name] for name in _KEY)
                 self.keys.add(key)
                 if row["equivalent"]:
                     self.reasons[key] = row["equivalent"]
@@ -282,8 +285,7 @@ class Survivors:
         }
         rows = [
             {
-                **{name: getattr(each, name) for name in ("path", "line", "function")},
-                **{name: getattr(each, name) for name in ("before", "after")},
+                **{name: getattr(each, name) for name in ("line", *_KEY)},
                 "equivalent": self.reasons.get(each.key, ""),
             }
             for each in sorted(survived, key=lambda each: (each.path, each.number))

@@ -189,7 +189,7 @@ def test_what_cannot_fit_is_skipped_and_what_does_not_fit_is_recorded(
     )
     record = decode_record(result.stdout.encode())
     assert record.outcome == "skipped"
-    assert record.reason == "needs at least 191.22 GiB, 16.00 GiB may be used"
+    assert record.reason == "needs at least 191.22 GiB, but only 16.00 GiB may be used"
 
     result = paceline(
         *("bench", "attention", "--head-dim", "16", "--context", "4096", "--batch", "4"),

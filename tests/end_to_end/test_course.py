@@ -36,11 +36,11 @@ def test_naive_equals_the_baseline() -> None:
             *("benchmark_optimized_ddp.py", ("--mode", "individual"), 75), marks=pytest.mark.slow
         ),
         pytest.param(
-            *("benchmark_optimized_ddp.py", ("--mode", "ddp", "--bucket-size-mb", "10"), None),
+            *("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-size-mb", "10"), None),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("benchmark_optimized_ddp.py", ("--mode", "ddp", "--bucket-mb", "1000"), 11),
+            *("benchmark_optimized_ddp.py", ("--mode", "bucketed", "--bucket-mb", "1000"), 11),
             marks=pytest.mark.slow,
         ),
     ],

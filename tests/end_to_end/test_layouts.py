@@ -42,7 +42,9 @@ def test_pipelines_are_traced_and_drawn(tmp_path: pathlib.Path) -> None:
         "pipeline=2,interleave=2,micro=1",
         "tensor=2,micro=2",
     ]
-    command = ["profile", "layout", *MODEL, *layouts, "--rounds", "2", "--out", str(out)]
+    # Interleaved, each of the two ranks has two stages of a block or more.
+    model = [*MODEL, "--num-layers", "4"]
+    command = ["profile", "layout", *model, *layouts, "--rounds", "2", "--out", str(out)]
     records = run(PACELINE, *command, cwd=tmp_path)
     assert len(by_kind(records, "pipeline")) == 2
     *_, tensor = by_kind(records, "layout_trace")

@@ -121,9 +121,29 @@ def test_documents_that_end_before_they_begin_are_named(storage: LocalStorage, w
     assert "00000000.documents has documents that end before they begin" in finding
 
 
-def test_documents_that_nothing_ends_are_named(storage: LocalStorage) -> None:
+@pytest.mark.parametrize("part_bytes", [2, 6, 2**24])
+def test_documents_that_nothing_ends_are_named(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(verify_module, "_PART_BYTES", part_bytes)
+    num_documents = len(storage.read(documents_name("train", 0))) // 4
     _with(storage, end_of_document=200)
-    assert "documents without the token that ends them" in _findings(storage)[0]
+    first = _findings(storage)[0]
+    assert f"has {num_documents} documents without the token that ends them" in first
+
+
+def test_a_shard_is_read_in_parts(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "_PART_BYTES", 6)
+    lengths = []
+    read_range = storage.read_range
+
+    def noted(name: str, start: int, end: int) -> bytes:
+        lengths.append(end - start)
+        return read_range(name, start, end)
+
+    monkeypatch.setattr(storage, "read_range", noted)
+    assert not _findings(storage)
+    assert max(lengths) == 6
 
 
 @settings(deadline=None)  # Writing files is slow on a busy machine.
@@ -153,3 +173,9 @@ def test_beginnings_are_spread_over_the_documents(tmp_path: pathlib.Path) -> Non
     whole = document_beginnings(storage, manifest, "train", 1, 99)
     assert [each.tolist() for each in whole] == [[0] * 9]
     assert len(list(document_beginnings(storage, manifest, "train", 99, 4))) == 11
+
+
+def test_a_shard_in_which_nothing_ends_has_no_beginnings(tmp_path: pathlib.Path) -> None:
+    write_dataset(tmp_path, [np.ones(100)], shard_tokens=50)
+    storage = LocalStorage(tmp_path)
+    assert list(document_beginnings(storage, read_manifest(storage), "train", 3, 4)) == []
