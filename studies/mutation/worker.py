@@ -11,11 +11,12 @@ import mmap
 import multiprocessing
 import os
 import pathlib
+import select
 import signal
 import sys
-import time
+import tempfile
 from multiprocessing import forkserver
-from typing import Any
+from typing import IO, Any
 
 import hypothesis
 import pytest
@@ -27,7 +28,6 @@ _ARGUMENTS = (
     *("-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"),
     "--hypothesis-profile=mutation",
 )
-_POLL_S = 0.005
 
 
 class _Notes:
@@ -78,7 +78,7 @@ def _run(tests: list[str], plugin: object, *options: str) -> int:
     return int(pytest.main([*_ARGUMENTS, *options, *tests], plugins=[plugin]))
 
 
-def _answer_in_child(request: dict[str, Any], shared: memoryview, write_end: int) -> None:
+def _answer_in_child(request: dict[str, Any], shared: memoryview, answer_file: IO[str]) -> None:
     """Runs the tests of a request, and writes the answer."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,52 +93,31 @@ def _answer_in_child(request: dict[str, Any], shared: memoryview, write_end: int
         first = _FirstFailure()
         code = _run(request["tests"], first, "-x")
         answer = {"killed": code != 0, "by": first.test or ("" if code else None)}
-    with os.fdopen(write_end, "w") as stream:
-        json.dump(answer, stream)
+    json.dump(answer, answer_file)
+    answer_file.flush()
 
 
 def _answer(request: dict[str, Any], shared: memoryview) -> dict[str, Any]:
     """Forks a process for a request; a process that takes too long is killed."""
     shared[:NOTES].cast("Q")[0] = request.get("active", 0)
-    read_end, write_end = os.pipe()
-    began = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_end)
-        try:
-            _answer_in_child(request, shared, write_end)
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    os.set_blocking(read_end, False)
-    content = b""
-    is_late = False
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            if chunk := os.read(read_end, 1 << 20):
-                content += chunk
-                continue
-            break  # The process has ended, and its children too, or have closed the pipe.
-        if time.monotonic() - began > request["seconds"]:
-            is_late = True
-            break
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            pid = 0
-            with contextlib.suppress(BlockingIOError):
-                while chunk := os.read(read_end, 1 << 20):
-                    content += chunk
-            break
-        time.sleep(_POLL_S)
-    if pid:
+    with tempfile.TemporaryFile("w+") as answer_file:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _answer_in_child(request, shared, answer_file)
+            finally:
+                os._exit(0)
+        descriptor = os.pidfd_open(pid)
+        has_ended, _, _ = select.select([descriptor], [], [], request["seconds"])
+        os.close(descriptor)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)  # And what its tests have left behind.
         os.waitpid(pid, 0)
-    os.close(read_end)
-    if is_late:
-        return {"killed": True, "by": "time"}
-    if not content:
-        return {"killed": True, "by": "crash"}
-    return dict(json.loads(content))
+        if not has_ended:
+            return {"killed": True, "by": "time"}
+        answer_file.seek(0)
+        content = answer_file.read()
+    return dict(json.loads(content)) if content else {"killed": True, "by": "crash"}
 
 
 def serve() -> None:

@@ -14,7 +14,7 @@ from tests.processes import children_of, is_running
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and shares a memory file")
 
 _SCENARIOS = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 import torch
 import torch.distributed as dist
 from paceline.parallel import distributed_session
@@ -29,6 +29,7 @@ def rank(trouble):
                 beat(Phase.FORWARD)
                 dist.all_reduce(torch.ones(1000))
                 beat_step(step, step)
+                dist.barrier()  # Then the heartbeats of the rank in trouble are the oldest.
                 if step == 3 and session.rank == 1:
                     code = trouble(restarts)
                     if code is not None:
@@ -59,7 +60,13 @@ def gives_up(restarts):
     return 1
 
 def fails_once(restarts):
-    return None if restarts else 1
+    if restarts:
+        return None
+    # The supervisor sees the end of both ranks at once: of this one, and of its peer that lost it.
+    supervisor = os.getppid()
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {supervisor}"])
+    os.kill(supervisor, signal.SIGSTOP)
+    return 1
 
 def trains(restarts):
     print("training", flush=True)
@@ -97,6 +104,7 @@ def test_what_is_restarted_and_what_is_not(script: str) -> None:
     where = "in forward after step 3"
     ended = f"paceline: rank 1 ended with exit code 137, {where}"
     assert said[0] == f"{ended}; restart 1 of at most 9"
+    assert said[1] == f"paceline: rank 1 ended with exit code 1, {where}; restart 1 of at most 9"
     assert said[2].startswith("paceline: rank 1 sent no heartbeat for ")
     assert said[5] == f"{ended}; failed 3 times in a row before step 4 was done"
     assert said[6] == f"paceline: rank 1 ended with exit code 2, {where}; a restart would not help"

@@ -9,15 +9,11 @@ import sys
 import pytest
 
 from paceline.training.run_directory import audit_run
-from tests.end_to_end.zipf_text import prepare_text
+from tests.end_to_end.zipf_text import prepare_text, small_run
 from tests.processes import children_of, is_running, paceline, start_python, until
 from tests.unit.data.corpus import dataset_bytes, write_corpus
 
-_SMALL = (
-    *("--set", "model.num_layers=1", "--set", "model.d_model=16", "--set", "model.num_heads=1"),
-    *("--set", "model.d_ff=32", "--set", "data.context_length=32", "--set", "training.steps=20"),
-    *("--set", "checkpoint.every_steps=10", "--set", "evaluation.sequences=4"),
-)
+_SMALL = small_run(steps=20, save_every=10)
 
 
 @pytest.fixture(scope="module")

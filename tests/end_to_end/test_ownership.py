@@ -11,14 +11,10 @@ import pytest
 from paceline.core.lock import LOCK, owned
 from paceline.records import RecordStore
 from paceline.training.run_directory import audit_run
-from tests.end_to_end.zipf_text import prepare_text
+from tests.end_to_end.zipf_text import prepare_text, small_run
 from tests.processes import call_paceline, children_of, paceline, start_python, until
 
-_SMALL = (
-    *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
-    *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=150"),
-    *("--set", "checkpoint.every_steps=20", "--set", "evaluation.sequences=4"),
-)
+_SMALL = small_run(steps=150, save_every=20)
 
 
 @pytest.fixture(scope="module")

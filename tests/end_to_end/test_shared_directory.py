@@ -4,7 +4,6 @@ Each host is a mount namespace and a process namespace with its own FUSE mount o
 which is to locks what NFS without a lock daemon is: nobody sees those of another host.
 """
 
-import json
 import os
 import pathlib
 import shutil
@@ -17,14 +16,10 @@ import pytest
 
 from paceline.core.lock import LEASE_S
 from paceline.training.run_directory import audit_run
-from tests.end_to_end.zipf_text import prepare_text
+from tests.end_to_end.zipf_text import last_step, prepare_text, small_run
 from tests.processes import until
 
-_SMALL = (
-    *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
-    *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=3000"),
-    *("--set", "checkpoint.every_steps=100", "--set", "evaluation.sequences=4"),
-)
+_SMALL = small_run(steps=3000, save_every=100)
 _HOST = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c")
 
 pytestmark = [
@@ -59,18 +54,12 @@ def _start_host(place: pathlib.Path, mount: str) -> "subprocess.Popen[str]":
     )
 
 
-def _last_step(place: pathlib.Path) -> int:
-    path = place / "shared" / "run" / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines), default=0)
-
-
 def test_the_second_host_is_refused_and_takes_over_when_the_first_is_lost(
     place: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _start_host(place, "first")
     try:
-        until(lambda: _last_step(place) > 200)
+        until(lambda: last_step(place / "shared" / "run") > 200)
         second = _start_host(place, "second")
         _, stderr = second.communicate(timeout=120)
         assert first.poll() is None

@@ -16,14 +16,10 @@ import tomllib
 
 import pytest
 
+from tests.end_to_end.zipf_text import last_step, small_run
 from tests.processes import call_paceline, children_of, start_python, until
 
-_SMALL = (
-    *("--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.num_heads=2"),
-    *("--set", "model.d_ff=64", "--set", "data.context_length=32", "--set", "training.steps=40"),
-    *("--set", "checkpoint.every_steps=5", "--set", "evaluation.sequences=4"),
-    *("--set", "logging.every_steps=1"),
-)
+_SMALL = (*small_run(steps=40, save_every=5), "--set", "logging.every_steps=1")
 
 
 def _start(place: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
@@ -120,13 +116,6 @@ def test_a_searched_plan_is_trained(place: pathlib.Path) -> None:
     assert config["model"]["activation_checkpointing"] == recomputed
 
 
-def _last_step(out: pathlib.Path) -> int:
-    try:
-        return json.loads(out.joinpath("metrics.jsonl").read_bytes().splitlines()[-1])["step"]
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
 def _parameters(out: pathlib.Path) -> dict[str, bytes]:
     newest = max((out / "checkpoints").glob("step-*"))
     return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
@@ -145,11 +134,11 @@ def test_twenty_kills_of_one_rank_change_nothing(place: pathlib.Path) -> None:
     for _ in range(60):
         running = _start(place, *command, "--set", "out=often-killed")
         # Most runs get past the next checkpoint; some are killed while a save is half-written.
-        target = _last_step(out) + chance.randint(1, 12)
+        target = last_step(out) + chance.randint(1, 12)
         wants_save = chance.random() < 0.4
         while running.poll() is None and num_kills < 20:
             is_saving = any(checkpoints.glob("*.tmp*"))
-            if _last_step(out) >= target and (is_saving or not wants_save):
+            if last_step(out) >= target and (is_saving or not wants_save):
                 ranks = children_of(running.pid)
                 if ranks:
                     os.kill(chance.choice(ranks), signal.SIGKILL)
@@ -188,7 +177,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(place: pathlib.Path) -> N
 
 
 def _take_terminal() -> None:
-    """Makes stdin the terminal of this session, whose end is noticed even below nohup."""
+    """Makes stdin the controlling terminal, whose end is noticed even below nohup."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -214,7 +203,7 @@ def test_a_run_whose_terminal_is_closed_is_saved(place: pathlib.Path, ranks: str
     def trains() -> bool:
         with contextlib.suppress(BlockingIOError):
             os.read(ours, 1 << 16)  # Otherwise the run waits for its terminal.
-        return _last_step(place / out) > 5
+        return last_step(place / out) > 5
 
     try:
         until(trains)
@@ -261,11 +250,11 @@ def test_a_supervised_run_survives_kills_to_the_bit(place: pathlib.Path) -> None
     out = place / "supervised"
     running = _start(place, *command, "--set", "out=supervised", "--supervise")
     for victim, step in ((0, 12), (1, 51), (0, 93)):
-        while _last_step(out) < step:
+        while last_step(out) < step:
             assert running.poll() is None, running.communicate()
             time.sleep(0.002)
         os.kill(children_of(running.pid)[victim], signal.SIGKILL)
-        while _last_step(out) >= step:
+        while last_step(out) >= step:
             assert running.poll() is None, running.communicate()
             time.sleep(0.002)
     stdout, stderr = running.communicate(timeout=240)

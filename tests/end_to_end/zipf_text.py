@@ -1,9 +1,34 @@
 """Tokens of text whose words follow Zipf's law, and a config for runs on them."""
 
+import json
 import pathlib
 import random
 
 from tests.processes import call_paceline
+
+
+def small_run(*, steps: int, save_every: int) -> tuple[str, ...]:
+    """Returns the options of a command that make a run quick.
+
+    Args:
+        steps: Steps of the run.
+        save_every: Steps between two checkpoints.
+    """
+    sizes = ("num_layers=2", "d_model=32", "num_heads=2", "d_ff=64")
+    values = (
+        *(f"model.{size}" for size in sizes),
+        *("data.context_length=32", "evaluation.sequences=4"),
+        *(f"training.steps={steps}", f"checkpoint.every_steps={save_every}"),
+    )
+    return tuple(word for value in values for word in ("--set", value))
+
+
+def last_step(run: pathlib.Path) -> int:
+    """Returns the step of a run's newest row; 0 if there is none, or not yet a whole one."""
+    try:
+        return json.loads(run.joinpath("metrics.jsonl").read_bytes().splitlines()[-1])["step"]
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def prepare_text(place: pathlib.Path, config: str, *, num_files: int = 100) -> None:

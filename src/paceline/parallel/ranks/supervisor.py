@@ -220,10 +220,13 @@ class _Supervisor:
         now = awake_s = time.monotonic()
         while ranks:
             is_asked = requests.send_to(ranks.values())
-            for rank, process in list(ranks.items()):
-                return_code = process.poll()
-                if return_code is None:
-                    continue
+            ended = [
+                (self.heartbeats[rank].time_s, rank, return_code)
+                for rank, process in ranks.items()
+                if (return_code := process.poll()) is not None
+            ]
+            # Of several, the oldest heartbeat first: the others waited for that rank, and lost it.
+            for _, rank, return_code in sorted(ended):
                 del ranks[rank]
                 if return_code in STOP_CODES or (deadline and return_code in ENDED_BY_REQUEST):
                     is_asked, code = True, STOPPED

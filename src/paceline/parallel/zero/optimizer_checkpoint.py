@@ -191,31 +191,31 @@ def load_entries(
     groups_name, layout_name = f"{prefix}.{_GROUPS}", f"{prefix}.{_LAYOUT}"
     wanted |= {groups_name: None, layout_name: None}
     load(wanted, storage_reader=reader, process_group=group, planner=planner)
-    layout = _decoded(wanted[layout_name], layout_name)
-    if not isinstance(layout, dict):
-        raise _damaged(layout_name, "it is no table of parameters")
-    _require_layout(names, layout)
+    _require_layout(names, _decoded(wanted[layout_name], layout_name, dict))
     lengths = None if stages is None else _joint_lengths(groups, names, stages)
     load_options(groups, _saved_groups(wanted[groups_name], groups_name), lengths)
 
 
 def _saved_groups(text: Any, name: str) -> list[dict[str, Any]]:
     """Decodes the options of groups; raises unless each has a list of parameters."""
-    groups = _decoded(text, name)
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise _damaged(name, "it is no list of groups")
+    groups = _decoded(text, name, list)
+    if not all(isinstance(group, dict) for group in groups):
+        raise _damaged(name, "a group is no table of options")
     unpacked = [{key: _unpack(value) for key, value in group.items()} for group in groups]
     if not all(isinstance(group.get("params"), list) for group in unpacked):
         raise _damaged(name, "a group has no list of parameters")
     return unpacked
 
 
-def _decoded(text: Any, name: str) -> Any:
-    """Decodes an entry of a checkpoint, which may come from elsewhere."""
+def _decoded(text: Any, name: str, kind: type) -> Any:
+    """Decodes an entry of a checkpoint, which may come from elsewhere; raises unless it fits."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise _damaged(name, str(error)) from error
+    if not isinstance(value, kind):
+        raise _damaged(name, f"it is no {kind.__name__}")
+    return value
 
 
 def _damaged(name: str, what: str) -> OptimizerStateError:
