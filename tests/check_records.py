@@ -1,9 +1,10 @@
-"""Pytest plugin that appends a record of every test to one file, to send back from a GPU host.
+"""Pytest plugin that appends a record of every test to one file as soon as the test has ended.
 
     python -m pytest -m gpu -p tests.check_records --check-records gpu-checks.jsonl
 
-The record of a passed test has the numbers that it gave to `record_property`; that of a failed or
-skipped test has the reason.
+So the owner of a GPU sends back what was seen there, and an interrupted slow suite keeps what it
+has done. The record of a passed test has the numbers that it gave to `record_property`; that of a
+failed or skipped test has the reason.
 """
 
 import pathlib
@@ -22,7 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (path := config.getoption(_OPTION)) is not None:
+    # The workers of pytest-xdist report to the process that started them.
+    if (path := config.getoption(_OPTION)) is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(CheckRecorder(path))
 
 

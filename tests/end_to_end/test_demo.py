@@ -20,6 +20,7 @@ def test_a_directory_that_is_there_is_not_touched(tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_from_nothing_to_a_page_in_five_minutes(tmp_path: pathlib.Path) -> None:
     began = time.monotonic()

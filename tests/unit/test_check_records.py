@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from paceline.records import RecordStore
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -30,10 +32,11 @@ def test_unreached(broken):
 """
 
 
-def test_every_outcome_is_a_record(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_outcome_is_one_record(workers: str, tmp_path: pathlib.Path) -> None:
     checks, store = tmp_path / "test_checks.py", tmp_path / "checks.jsonl"
     checks.write_text(_CHECKS, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.check_records"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-p", "tests.check_records"]
     result = subprocess.run(
         [*command, "--check-records", store, "--rootdir", tmp_path, checks],
         cwd=ROOT,
@@ -41,6 +44,7 @@ def test_every_outcome_is_a_record(tmp_path: pathlib.Path) -> None:
         text=True,
     )
     assert result.returncode == 1, result.stdout
+    assert len(list(RecordStore(store).read())) == 4
     records = {str(r.case["name"]).rpartition("::")[2]: r for r in RecordStore(store).read()}
     outcomes = {name: record.outcome for name, record in records.items()}
     assert outcomes == {
