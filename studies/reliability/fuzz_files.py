@@ -88,7 +88,9 @@ def fuzz_subject(subject: str, seconds: float, keep: pathlib.Path) -> Outcome:
             )
             outcome.take(ended.stderr)
             if ended.returncode != 0:
-                outcome.problems.append(f"{subject}: {_problem(ended.stderr)}")
+                outcome.problems.append(
+                    f"{subject}: exit code {ended.returncode}, {_problem(ended.stderr)}"
+                )
     return outcome
 
 

@@ -10,7 +10,7 @@ line, ``\n\n``) is read as a single range.
 import codecs
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ from paceline.data.source_files import FoundFile, read_chunks, require_sane
 from paceline.records.store import UNDECODABLE
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ColumnChunkMetaData, ParquetFile
 
 INVALID_UTF8 = "invalid UTF-8"
 TOO_LONG = "too long"
@@ -40,6 +40,8 @@ _PARQUET_BATCH_BYTES = 4 * MIB
 _MOST_ROWS, _MOST_EXPANDED_ROWS = 4096, 256
 _HARMLESS_PARQUET_BYTES = 256 * MIB
 """Bytes of text up to which a Parquet file of any size is accepted."""
+_MOST_WHOLE_BYTES = 256 * MIB
+"""Bytes up to which a column of a row group is read whole."""
 
 
 class Document(NamedTuple):
@@ -177,15 +179,17 @@ def _token_documents(span: SourceSpan, options: ReadOptions) -> Iterator[Found]:
 
 def _parquet_documents(span: SourceSpan, options: ReadOptions) -> Iterator[Found]:
     assert span.end is not None
-    with _open_parquet(span.file) as opened:
-        column = _column(opened, span.file, options.field)
-        groups = [opened.metadata.row_group(group) for group in range(span.end)]
-    row = sum(group.num_rows for group in groups[: span.start])
-    chunks = [group.column(column) for group in groups[span.start :]]
+    row, chunks = _column_chunks(span.file, options.field, span.start, span.end)
     # A text that a page has once can be the value of any number of rows.
     has_dictionary = all(any("DICTIONARY" in name for name in each.encodings) for each in chunks)
     num_bytes = 0
-    with _open_parquet(span.file, [options.field] if has_dictionary else None) as opened:
+    with _open_parquet(
+        span.file,
+        read_dictionary=[options.field] if has_dictionary else None,
+        # A buffered page takes the memory that it claims to need, in a file of any size. A chunk
+        # that is not buffered is read whole.
+        buffer_size=MIB if _largest(chunks) > _MOST_WHOLE_BYTES else 0,
+    ) as opened:
         for number, chunk in enumerate(chunks, start=span.start):
             num_rows = (
                 _PARQUET_BATCH_BYTES * chunk.num_values // max(1, chunk.total_uncompressed_size)
@@ -218,27 +222,47 @@ def _texts(column: Any, has_dictionary: bool) -> Iterator[bytes | None]:
     if not has_dictionary:
         yield from column.cast(kind).to_pylist()
         return
-    values = column.dictionary.cast(kind).to_pylist()
+    dictionary = column.dictionary.cast(kind)
+    # Raises if an index lies outside of the dictionary.
+    pyarrow.DictionaryArray.from_arrays(column.indices, dictionary)
+    values = dictionary.to_pylist()
     for index in column.indices.to_pylist():
         yield None if index is None else values[index]
 
 
 def row_group_bytes(file: FoundFile, field: str) -> list[int]:
     """Returns the bytes of text in each row group, from the footer of the file."""
-    with _open_parquet(file) as opened:
+    _, chunks = _column_chunks(file, field)
+    return [chunk.total_uncompressed_size for chunk in chunks]
+
+
+def _column_chunks(
+    file: FoundFile, field: str, start: int = 0, end: int | None = None
+) -> tuple[int, "list[ColumnChunkMetaData]"]:
+    """Returns the number of rows before a range of row groups, and what the footer says of each."""
+    # Mapped, so that only what is looked at is read.
+    with _open_parquet(file, memory_map=True) as opened:
         column = _column(opened, file, field)
-        metadata = opened.metadata
-        return [
-            metadata.row_group(group).column(column).total_uncompressed_size
-            for group in range(metadata.num_row_groups)
-        ]
+        groups = range(opened.metadata.num_row_groups)[:end]
+        for group in groups[start:]:
+            # Where a first row can be read, pyarrow can describe the column. Where it cannot,
+            # reading raises an error, but describing the column would end the process.
+            rows = opened.iter_batches(
+                batch_size=1, row_groups=[group], columns=[field], use_threads=False
+            )
+            next(rows, None)
+        metadata = [opened.metadata.row_group(group) for group in groups]
+        first_row = sum(each.num_rows for each in metadata[:start])
+        return first_row, [each.column(column) for each in metadata[start:]]
+
+
+def _largest(chunks: "Sequence[ColumnChunkMetaData]") -> int:
+    return max((chunk.total_compressed_size for chunk in chunks), default=0)
 
 
 @contextlib.contextmanager
-def _open_parquet(
-    file: FoundFile, dictionaries: list[str] | None = None
-) -> "Iterator[ParquetFile]":
-    """Opens a file; the given columns are read as dictionaries, without repeating their values."""
+def _open_parquet(file: FoundFile, **options: Any) -> "Iterator[ParquetFile]":
+    """Opens a file with options of `ParquetFile`."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -247,12 +271,9 @@ def _open_parquet(
             f"{file.name}: Parquet needs the package pyarrow; pip install 'paceline[parquet]'"
         ) from error
     try:
-        # Buffered, because a row group may be larger than memory.
-        with ParquetFile(
-            file.path, buffer_size=MIB, pre_buffer=False, read_dictionary=dictionaries
-        ) as opened:
+        with ParquetFile(file.path, pre_buffer=False, **options) as opened:
             yield opened
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         first_line = str(error).partition("\n")[0]
         raise DataError(f"{file.name}: truncated or damaged Parquet: {first_line}") from error
 

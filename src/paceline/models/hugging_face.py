@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -236,6 +237,27 @@ def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[
     }
 
 
+class _LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a Llama config.json that determine the model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+
+
 def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShape:
     """Returns the model shape of a Llama config.json; rejects other architectures."""
     if config.get("model_type") != LLAMA:
@@ -243,33 +265,34 @@ def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShap
             f"{where}: model_type {config.get('model_type')!r} is not llama, the one layout that "
             "Paceline's own model has; model.hugging_face in run.toml trains any other"
         )
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    if {rope.get("rope_type", "default"), scaling.get("rope_type", "default")} != {"default"}:
+    try:
+        llama = msgspec.convert(config, _LlamaConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}") from error
+    rope, scaling = llama.rope_parameters or {}, llama.rope_scaling or {}
+    if any(each.get("rope_type", "default") != "default" for each in (rope, scaling)):
         raise UsageError(f"{where}: scaled rotary positions are not supported")
     for name in ("attention_bias", "mlp_bias"):
-        if config.get(name):
+        if getattr(llama, name):
             raise UsageError(f"{where}: {name} is not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UsageError(
-            f"{where}: hidden_act {config['hidden_act']!r} is not supported, only silu"
-        )
-    try:
-        return ModelShape(
-            vocab_size=config["vocab_size"],
-            d_model=config["hidden_size"],
-            d_ff=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config.get("num_key_value_heads"),
-            head_dim=config.get("head_dim"),
-            max_context_length=config["max_position_embeddings"],
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-            tied_embeddings=config.get("tie_word_embeddings", False),
-        )
-    except KeyError as error:
-        raise UsageError(f"{where}: {error.args[0]} is missing") from error
+    if llama.hidden_act != "silu":
+        raise UsageError(f"{where}: hidden_act {llama.hidden_act!r} is not supported, only silu")
+    theta = rope.get("rope_theta", llama.rope_theta)
+    if not isinstance(theta, (int, float)):
+        raise UsageError(f"{where}: rope_parameters.rope_theta is {theta!r}, not a number")
+    return ModelShape(
+        vocab_size=llama.vocab_size,
+        d_model=llama.hidden_size,
+        d_ff=llama.intermediate_size,
+        num_layers=llama.num_hidden_layers,
+        num_heads=llama.num_attention_heads,
+        num_kv_heads=llama.num_key_value_heads,
+        head_dim=llama.head_dim,
+        max_context_length=llama.max_position_embeddings,
+        norm_epsilon=llama.rms_norm_eps,
+        rope_theta=float(theta),
+        tied_embeddings=llama.tie_word_embeddings,
+    )
 
 
 def end_of_text(config: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.catalog import list_checkpoints, verify_checkpoint
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from tests.unit.checkpoint.runs import SmallRun, equal, save_steps
 
 OLD, NEW = 10, 20
@@ -137,7 +137,7 @@ def test_a_tensor_and_the_rank_that_saved_it_are_named(pair: Pair) -> None:
 
 def test_damage_to_what_nobody_asked_for_is_found(pair: Pair) -> None:
     """Loads only the model, while the optimizer's state is damaged."""
-    from paceline.checkpoint.restore import load_newest_valid
+    from paceline.checkpoint.restore import load_newest_valid, load_step
 
     content = (pair.place / NEW_NAME / "manifest.json").read_text()
     files = [file for file in pair.files() if file.suffix == ".safetensors"]
@@ -149,6 +149,8 @@ def test_damage_to_what_nobody_asked_for_is_found(pair: Pair) -> None:
     broken.write_bytes(damaged)
     assert "exp_avg" in content
     weights = {"model": {"0.weight": torch.zeros(7, 5)}}
+    with pytest.raises(DamagedCheckpointError, match=broken.name):
+        load_step(pair.place, NEW, lambda source: source.load(weights))
     restored = load_newest_valid(pair.place, lambda source: source.load(weights))
     assert restored is not None
     assert restored.step == OLD

@@ -1,5 +1,6 @@
 """Tests that every kind of file gives the same documents once, and that dropped ones are named."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -14,7 +15,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import DataError, PacelineError, UsageError
+from paceline.core.units import MIB
 from paceline.data import source_files
 from paceline.data.documents import (
     Document,
@@ -30,6 +32,7 @@ from paceline.data.documents import (
     row_group_bytes,
 )
 from paceline.data.source_files import find_files
+from tests.hostile_files import peak_bytes
 from tests.unit.data.corpus import make_documents, write_jsonl
 
 
@@ -198,6 +201,23 @@ def test_parquet_rows_that_are_no_documents_are_left_out(tmp_path: pathlib.Path)
         "empty": [3],
         "too long": [4],
     }
+
+
+def test_any_damaged_byte_of_parquet_is_an_error_or_documents(tmp_path: pathlib.Path) -> None:
+    """Of some damage, pyarrow ends the process or takes gigabytes, unless it is asked in order."""
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["one", "two", None, "one", "three"]})
+    pyarrow.parquet.write_table(table, path, row_group_size=4)
+    content = path.read_bytes()
+    before = peak_bytes()
+    for position in range(len(content)):
+        for flipped in (0x40, 0xFF):
+            damaged = bytearray(content)
+            damaged[position] ^= flipped
+            path.write_bytes(damaged)
+            with contextlib.suppress(PacelineError):
+                _read(path)
+    assert peak_bytes() < before + 500 * MIB
 
 
 def test_columns_that_hold_no_text_are_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -115,7 +115,10 @@ def test_parameters_that_do_not_fit_are_named() -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "scaled rotary positions"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": None}, "config.json: .* required field `hidden_size`"),
+        ({"max_position_embeddings": "long"}, "`int`, got `str` .*max_position_embeddings"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta is '1e6', not a number"),
+        ({"rope_scaling": "none"}, "got `str` .*rope_scaling"),
     ],
 )
 def test_what_cannot_be_read_is_named(change: dict[str, object], message: str) -> None:
