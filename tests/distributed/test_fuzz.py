@@ -31,5 +31,5 @@ def test_random_programs_equal_one_process(rank_pool: Pools, kind: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_thousand_random_programs_equal_one_process(rank_pool: Pools, kind: str) -> None:
-    for first in range(0, 1000, 50):
-        _require_equal(rank_pool(3), kind, range(first, first + 50))
+    for first in range(0, 1000, 20):  # Each within the time of a run.
+        _require_equal(rank_pool(3), kind, range(first, first + 20))
