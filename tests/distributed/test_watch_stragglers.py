@@ -18,7 +18,8 @@ STEP_S = 0.06
 """Most of a step is sleep, so that other load on the machine matters less."""
 
 
-@pytest.mark.slow  # Compares times, which other tests on the same cores disturb.
+@pytest.mark.alone  # Compares times, which other tests on the same cores disturb.
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_the_slow_rank_is_named_within_ten_steps(
     tmp_path: pathlib.Path, rank_pool: Pools, strategy: str
