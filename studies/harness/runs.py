@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from paceline.core.files import atomic_file
 from paceline.data.loader.config import SourceConfig
 from paceline.data.prepare.config import PrepareConfig
 from paceline.data.prepare.run import prepare
@@ -86,9 +87,13 @@ def prepare_sample(place: pathlib.Path) -> str:
 
 
 def write_config(config: RunConfig) -> pathlib.Path:
-    """Writes the config next to the run's directory and returns its path."""
+    """Writes the config next to the run's directory and returns its path.
+
+    Atomically: a command that begins at the same time must not read half of it.
+    """
     path = pathlib.Path(f"{config.out}.toml")
-    path.write_text(encode_config(config), encoding="utf-8")
+    with atomic_file(path) as file:
+        file.write(encode_config(config).encode())
     return path
 
 
