@@ -77,14 +77,30 @@ def prepare(config: PrepareConfig, progress: Progress | None = None) -> DatasetM
     """
     inputs = find_inputs(config)
     storage = open_storage(config.out)
-    if (finished := find_finished(inputs, storage)) is not None:
-        storage.clear(WORK)
+    if (finished := _find_and_tidy(inputs, storage)) is not None:
         return finished
     with _owned(config.out):
         # Another command may have prepared it meanwhile.
-        if (finished := find_finished(inputs, storage)) is not None:
+        if (finished := _find_and_tidy(inputs, storage)) is not None:
             return finished
         return _prepare(config, inputs, storage, progress)
+
+
+def find_prepared(config: PrepareConfig) -> DatasetManifest | None:
+    """Returns the manifest if this dataset is already prepared, None if there is no dataset.
+
+    Raises:
+        UsageError: A different dataset is prepared at that location.
+    """
+    return _find_and_tidy(find_inputs(config), open_storage(config.out))
+
+
+def _find_and_tidy(inputs: "Inputs", storage: Storage) -> DatasetManifest | None:
+    """Deletes what a command left that was killed after it had written the manifest."""
+    finished = find_finished(inputs, storage)
+    if finished is not None:
+        storage.clear(WORK)
+    return finished
 
 
 def _owned(location: str) -> contextlib.AbstractContextManager[None]:
@@ -237,15 +253,6 @@ class Inputs(NamedTuple):
             SourceFile(name=file.name, num_bytes=file.num_bytes, modified_ns=file.modified_ns)
             for file in self.found.files
         ]
-
-
-def find_prepared(config: PrepareConfig) -> DatasetManifest | None:
-    """Returns the manifest if this dataset is already prepared, None if there is no dataset.
-
-    Raises:
-        UsageError: A different dataset is prepared at that location.
-    """
-    return find_finished(find_inputs(config), open_storage(config.out))
 
 
 def find_inputs(config: PrepareConfig) -> Inputs:

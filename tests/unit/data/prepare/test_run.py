@@ -148,6 +148,32 @@ def test_other_options_are_refused_by_name(
         prepare(dataclasses.replace(config, **changes))
 
 
+@pytest.mark.parametrize("find", [find_prepared, prepare])
+def test_what_a_command_left_that_was_killed_at_the_end_goes(
+    corpus: pathlib.Path, tmp_path: pathlib.Path, find: Callable[[PrepareConfig], object]
+) -> None:
+    config = config_of(corpus, tmp_path / "out")
+    prepare(config)
+    (tmp_path / "out" / "_work" / "pieces").mkdir(parents=True)
+    (tmp_path / "out" / "_work" / "pieces" / "finished.json").write_text("{}")
+    assert find(config) is not None
+    assert not (tmp_path / "out" / "_work").exists()
+
+
+def test_what_the_owner_before_left_goes(
+    corpus: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(corpus, tmp_path / "out")
+    prepare(config)
+    (tmp_path / "out" / "_work").mkdir()
+    known = preparation.find_finished
+    answers = [lambda *_arguments: None, known]  # It ends while this command waits its turn.
+    monkeypatch.setattr(preparation, "find_finished", lambda *arguments: answers.pop(0)(*arguments))
+    prepare(config)
+    assert not answers
+    assert not (tmp_path / "out" / "_work").exists()
+
+
 def test_other_sources_are_refused_by_name(corpus: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config = config_of(corpus, tmp_path / "out")
     prepare(config)
