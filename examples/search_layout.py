@@ -1,13 +1,13 @@
 """Searches the layouts of Llama 3 8B on 16 GPUs, and explains why another layout is slower."""
 
 from paceline.core import find_device, model_preset
-from paceline.planner.calibrations.calibration import find_calibration
+from paceline.planner.calibrations.pooled import calibration_of
 from paceline.planner.search.advice import compare, not_told_apart
 from paceline.planner.search.search import search
 from paceline.planner.search.spec import SearchSpec, calibrated_performance
 
 device = find_device("h100-sxm")
-calibration = find_calibration(None, device.name, "bfloat16")
+calibration = calibration_of("nemo", device.name, "bfloat16")
 performance = calibrated_performance(calibration)
 spec = SearchSpec(
     shape=model_preset("llama3-8B"),

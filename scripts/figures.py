@@ -163,6 +163,8 @@ OTHER_TABLES = {
     "replicas": ("replicas",),
     "layouts": ("layouts", "layout-times"),
     "layout-scale": ("layout-scale",),
+    "planner-unseen": ("planner-unseen", "planner-after-runs"),
+    "planner-experts": ("planner-experts",),
     "planner-validation": ("planner-accuracy", "planner-regret", "planner-ablation"),
     "goodput": ("goodput", "goodput-gains", "goodput-gains-measured", "goodput-replay"),
 }
@@ -330,7 +332,10 @@ DRAWN_FROM = {
     **dict.fromkeys(("training-loss", "training-phases"), "training-run"),
     **dict.fromkeys(("scaling-profiles", "scaling-laws"), "scaling-course"),
     **dict.fromkeys(("scaling-surface", "scaling-residuals"), "scaling-course"),
-    **{name: name for name in ("chaos", "planner-memory", "scaling-porian", "step-backtest")},
+    **{
+        name: name
+        for name in ("chaos", "planner-memory", "planner-unseen", "scaling-porian", "step-backtest")
+    },
     "data-lengths": "data-corpus",
     "demo": "demo",
     "layouts-backtest": "layouts",

@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 import zstandard
 
+from paceline.accounting.model_config import read_config_json
 from paceline.checkpoint.catalog import list_checkpoints, verify_checkpoint
 from paceline.checkpoint.restore import load_step
 from paceline.checkpoint.state import load_training_state
@@ -39,7 +40,6 @@ from paceline.data.prepare.tokenize import plan_pieces
 from paceline.data.source_files import find_files
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json, load_tokenizer
-from paceline.models.hugging_face import read_config as hugging_face_config
 from paceline.models.hugging_face import read_weights, shape_of_config, weight_files
 from paceline.predict.calibration import calibrations
 from paceline.records import RecordStore, encode_plan
@@ -235,7 +235,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], Reader]] = {
             b'"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, '
             b'"tie_word_embeddings": false}'
         ),
-        lambda path: shape_of_config(hugging_face_config(path.parent)),
+        lambda path: shape_of_config(read_config_json(path.parent)),
     ),
     "Hugging Face index": (
         "model.safetensors.index.json",

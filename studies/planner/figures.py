@@ -29,6 +29,12 @@ from studies.planner.search_tables import (
     recipes_table,
     speed_table,
 )
+from studies.planner.unseen_tables import (
+    after_runs_table,
+    experts_table,
+    plot_after_runs,
+    unseen_table,
+)
 
 
 def tables() -> dict[str, Table]:
@@ -54,6 +60,9 @@ def tables() -> dict[str, Table]:
         "planner-accuracy": accuracy_table(validation),
         "planner-regret": regret_table(validation),
         "planner-ablation": ablation_table(validation),
+        "planner-unseen": unseen_table(read("planner-unseen")),
+        "planner-after-runs": after_runs_table(read("planner-unseen")),
+        "planner-experts": experts_table(read("planner-experts")),
         "planner-memory": published_memory_table(read("planner-memory")),
         "step-backtest": backtest_table(held_out, counted=counted),
         # All repetitions of a case count, not the newest alone.
@@ -111,6 +120,7 @@ def _study(searches: Sequence[Record], name: str) -> list[Record]:
 FIGURES = {
     "plan-front": draw_front,
     "planner-accuracy": lambda: plot_validation(read("planner-validation")),
+    "planner-unseen": lambda: plot_after_runs(read("planner-unseen")),
     "planner-memory": lambda: plot_published_memory(read("planner-memory")),
     "step-backtest": draw_backtest,
 }

@@ -28,9 +28,6 @@ def model_flops_per_token(run: PublishedRun) -> tuple[float, float] | None:
         return None
     shape = model if isinstance(model, ModelShape) else model.shape(run.context_length)
     weights = count_parameters(shape).matmul
-    if not isinstance(model, ModelShape) and model.experts and model.experts.attention_parameters:
-        counted = count_parameters(shape).attention
-        weights += shape.num_layers * model.experts.attention_parameters - counted
     scores = 12 * shape.num_layers * shape.attention_width * run.context_length
     return 6 * weights + scores / 2, 6.0 * weights + scores
 

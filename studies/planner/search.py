@@ -43,6 +43,7 @@ MIXTURES = (
     ("qwen3-235B-A22B", 256, 8192, "tp=2,cp=1,pp=8,vp=4,ep=32,zero=1,micro=1", 76.56),
 )
 _PUBLISHED = "published by Meta"
+_OF_EXPERTS = "megatron-bridge"
 
 
 def main() -> int:
@@ -61,9 +62,17 @@ def main() -> int:
 
 
 def _search(
-    model: str, devices: int, batch_tokens: int, context: int, precision: DType = "bfloat16"
+    model: str,
+    devices: int,
+    batch_tokens: int,
+    context: int,
+    precision: DType = "bfloat16",
+    *,
+    framework: str = "nemo",
 ) -> SearchResult:
-    cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context, precision=precision)
+    cluster = ClusterOptions(
+        batch_tokens=str(batch_tokens), context=context, precision=precision, framework=framework
+    )
     shape, experts = find_preset(model)
     spec = cluster.spec(shape, devices, experts=experts)
     performance = cluster.performance(of_experts=experts is not None)
@@ -115,7 +124,7 @@ def _beside(
 
 def experts() -> Iterator[Record]:
     """Yields the best layouts of a mixture of experts."""
-    result = _search("qwen3-30B-A3B", 16, 4 * 2**20, 4096, "float8")
+    result = _search("qwen3-30B-A3B", 16, 4 * 2**20, 4096, "float8", framework=_OF_EXPERTS)
     for rank, choice in enumerate(result.choices, start=1):
         yield _record("experts", "qwen3-30B-A3B", 16, result, choice, rank, tokens=1e12)
 
@@ -123,7 +132,7 @@ def experts() -> Iterator[Record]:
 def expert_recipes() -> Iterator[Record]:
     """Yields Megatron-Bridge's recipes for mixtures, each after the search's best layout."""
     for model, devices, sequences, asked, measured_s in MIXTURES:
-        result = _search(model, devices, sequences * 4096, 4096, "float8")
+        result = _search(model, devices, sequences * 4096, 4096, "float8", framework=_OF_EXPERTS)
         peak = ClusterOptions(precision="float8").peak_flops()
         yield from _beside("experts, NVIDIA", model, devices, result, peak, asked, measured_s)
 
@@ -131,7 +140,8 @@ def expert_recipes() -> Iterator[Record]:
 def llama3() -> Iterator[Record]:
     """Yields Meta's layouts of Llama 3 405B, each after the search's best layout."""
     for devices, batch_tokens, context, asked, measured in LLAMA3:
-        result = _search("llama3-405B", devices, batch_tokens, context)
+        # No run of Meta's own stack is known.
+        result = _search("llama3-405B", devices, batch_tokens, context, framework="other")
         peak = ClusterOptions().peak_flops()
         other = compare(asked, result.best, result.spec, result.performance, peak)
         best = _record(

@@ -28,7 +28,7 @@ def measure(
     model: str, devices: int, batch_tokens: int, context: int
 ) -> tuple[int, dict[str, float]]:
     """Returns the number of candidates, and the cost of their search."""
-    cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context)
+    cluster = ClusterOptions(batch_tokens=str(batch_tokens), context=context, framework="nemo")
     spec, performance = cluster.spec(model_preset(model), devices), cluster.performance()
     began, processor = time.perf_counter(), time.process_time()
     result = search(spec, performance)

@@ -11,9 +11,9 @@ import shlex
 
 import pytest
 
+from paceline.accounting.named_model import find_model
 from paceline.cli.main import parse
 from paceline.core import PacelineError
-from paceline.core.presets import find_preset
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
@@ -70,7 +70,7 @@ def _check(arguments: list[str]) -> None:
     if arguments[0] in _NOT_PARSED:
         return
     for model in _models(arguments):
-        find_preset(model)
+        find_model(model)
     try:
         parse(arguments)
     except (SystemExit, PacelineError):

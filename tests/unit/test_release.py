@@ -21,8 +21,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 _MODULES = {"mlflow-skinny": "mlflow"}
 """Packages whose module name differs from the package name."""
-_IMPORTED_BY_OTHERS = {"alembic", "sqlalchemy", "tensorboard"}
-"""Packages that only mlflow and torch import."""
+_IMPORTED_BY_OTHERS = {"alembic", "sqlalchemy"}
+"""Packages that only mlflow imports."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 

@@ -54,7 +54,7 @@ underestimates elementwise work.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from paceline.core.errors import UsageError
 from paceline.core.plan import ActivationCheckpointing
@@ -79,7 +79,7 @@ class ParameterCount:
     biases: int
     """Biases of all layers; 0 without biases."""
     norms: int
-    """Scales and shifts of all norms."""
+    """Scales and shifts of all norms, and the shape's further parameters."""
     head: int
     """Weights of the output layer; 0 if tied to the embedding."""
     matmul: int
@@ -96,9 +96,9 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     """Counts the parameters of a model of this `shape` exactly."""
     embedding = shape.vocab_size * shape.d_model
     width, num_matrices = shape.d_model, _FEED_FORWARD_MATRICES[shape.feed_forward]
-    attention = shape.num_layers * width * 2 * (shape.attention_width + shape.key_value_width)
+    attention = shape.num_layers * block_attention_weights(shape)
     feed_forward = shape.num_layers * width * num_matrices * shape.d_ff
-    num_norms = shape.num_layers * (2 if shape.has_attention else 1) + 1
+    num_norms = shape.num_layers * shape.block_norms + 1
     biases = (num_matrices - 1) * shape.d_ff + width
     if shape.has_attention:
         biases += shape.attention_width + 2 * shape.key_value_width + width
@@ -108,10 +108,18 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
         attention=attention,
         feed_forward=feed_forward,
         biases=shape.num_layers * biases if shape.biases else 0,
-        norms=num_norms * _VECTORS_PER_NORM[shape.norm] * width,
+        norms=num_norms * _VECTORS_PER_NORM[shape.norm] * width
+        + shape.num_layers * shape.further_parameters,
         head=0 if shape.tied_embeddings else embedding,
         matmul=attention + feed_forward + embedding,
     )
+
+
+def block_attention_weights(shape: ModelShape) -> int:
+    """Returns the weights of one block's query, key, value and output projections."""
+    if shape.attention_weights is not None:
+        return shape.attention_weights
+    return shape.d_model * 2 * (shape.attention_width + shape.key_value_width)
 
 
 def block_parameters(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -134,37 +142,37 @@ def block_parameters(shape: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
-def expert_parameters(experts: Experts, shape: ModelShape) -> Any:
-    """Returns the number of weights of one expert."""
-    return _FEED_FORWARD_MATRICES[shape.feed_forward] * shape.d_model * experts.width
+def expert_parameters(experts: Experts, shape: ModelShape) -> int:
+    """Returns the number of parameters of one expert."""
+    num_matrices = _FEED_FORWARD_MATRICES[shape.feed_forward]
+    weights = num_matrices * shape.d_model * experts.width
+    if not experts.biases:
+        return weights
+    return weights + (num_matrices - 1) * experts.width + shape.d_model
 
 
-def inactive_parameters(experts: Experts, shape: ModelShape) -> Any:
-    """Returns the number of expert weights that a token does not use, over all layers."""
+def inactive_parameters(experts: Experts, shape: ModelShape) -> int:
+    """Returns the number of expert parameters that a token does not use, over all layers."""
     idle = experts.num_experts - experts.experts_per_token
     return expert_parameters(experts, shape) * idle * _num_layers(experts, shape)
 
 
-def router_parameters(experts: Experts, shape: ModelShape) -> Any:
-    """Returns the number of weights of one block's router."""
-    return shape.d_model * experts.num_experts
+def router_parameters(experts: Experts, shape: ModelShape) -> int:
+    """Returns the number of parameters of one block's router."""
+    return (shape.d_model + (1 if experts.biases else 0)) * experts.num_experts
 
 
 def other_parameters(experts: Experts, shape: ModelShape) -> ParameterCount:
     """Counts the parameters of a model without routed experts and routers."""
     counted = count_parameters(shape)
-    active = expert_parameters(experts, shape) * experts.experts_per_token
-    feed_forward = counted.feed_forward - active * _num_layers(experts, shape)
-    attention = counted.attention
-    if experts.attention_parameters is not None:
-        attention = experts.attention_parameters * shape.num_layers
-    matmul = counted.matmul - counted.attention - counted.feed_forward + attention + feed_forward
-    return dataclasses.replace(
-        counted, attention=attention, feed_forward=feed_forward, matmul=matmul
-    )
+    widths = experts.shared_width * _num_layers(experts, shape)
+    widths += experts.dense_width * experts.num_dense_layers
+    feed_forward = _FEED_FORWARD_MATRICES[shape.feed_forward] * shape.d_model * widths
+    matmul = counted.matmul - counted.feed_forward + feed_forward
+    return dataclasses.replace(counted, feed_forward=feed_forward, matmul=matmul)
 
 
-def all_parameters(shape: ModelShape, experts: Experts | None) -> Any:
+def all_parameters(shape: ModelShape, experts: Experts | None) -> int:
     """Returns the number of parameters of a model, including every expert."""
     if experts is None:
         return count_parameters(shape).total
@@ -173,7 +181,7 @@ def all_parameters(shape: ModelShape, experts: Experts | None) -> Any:
     return other_parameters(experts, shape).total + block * _num_layers(experts, shape)
 
 
-def _num_layers(experts: Experts, shape: ModelShape) -> Any:
+def _num_layers(experts: Experts, shape: ModelShape) -> int:
     """Returns the number of blocks with experts."""
     return shape.num_layers - experts.num_dense_layers
 
@@ -352,12 +360,3 @@ def _work(shape: ModelShape, context_length: int, segments: Sequence[ModelSegmen
         total += attention if segment.has_attention else 0
         total += _FLOPS_PER_ELEMENT * sum(segment.elements)
     return total
-
-
-def model_flops_per_token(shape: ModelShape, experts: Experts | None, context_length: int) -> float:
-    """Returns the model FLOPs per token, with full attention scores, without recomputation."""
-    counted = flops_per_token(shape, context_length).model
-    if experts is None or experts.attention_parameters is None:
-        return counted
-    attention = experts.attention_parameters * shape.num_layers
-    return counted + 6 * (attention - count_parameters(shape).attention)

@@ -13,7 +13,7 @@ import tyro
 
 from paceline.core.errors import ShapeError, UsageError
 from paceline.core.plan import SHARDINGS, ParallelLayout
-from paceline.core.presets import model_preset, preset_names, preset_spelling
+from paceline.core.presets import mixture_names, model_preset, preset_names, preset_spelling
 from paceline.core.specs import ModelShape, require_buildable, require_context
 from paceline.core.strategies import StrategyName, find_strategy
 
@@ -37,6 +37,11 @@ def listed(
 
 ModelName = Annotated[str, listed(preset_names(), preset_spelling)]
 """A preset's name; a misspelt one gets a suggestion, which fixed choices would not give."""
+_OTHER_MODELS = ("DIRECTORY", "CONFIG.json", "FILE.toml", "d_model=4096,num_layers=32,...")
+PlannedModel = Annotated[
+    str, listed((*preset_names(), *mixture_names(), *_OTHER_MODELS), preset_spelling)
+]
+"""A model that is planned and need not be built: what `find_model` accepts."""
 StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
 """A strategy's name, also with suggestions; names of earlier versions are accepted."""
 
@@ -101,15 +106,17 @@ class ShapeOverrides:
 
     def apply(self, name: str) -> tuple[str, ModelShape]:
         """Returns the unchanged preset, or the modified shape under the name custom."""
+        shape = self.change(model_preset(name))
+        return (name if shape == model_preset(name) else "custom"), shape
+
+    def change(self, shape: ModelShape) -> ModelShape:
+        """Returns a shape with these dimensions."""
         replaced = {
             field: value
             for field, value in dataclasses.asdict(self).items()
             if value is not None and value is not False
         }
-        shape = model_preset(name)
-        if not replaced:
-            return name, shape
-        return "custom", dataclasses.replace(shape, **replaced)
+        return dataclasses.replace(shape, **replaced)
 
     def resolve(self, name: str, context: int) -> tuple[str, ModelShape]:
         """Returns name and shape of a model that can be built and has contexts of that length."""

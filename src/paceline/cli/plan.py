@@ -4,7 +4,13 @@ import dataclasses
 import pathlib
 from typing import Annotated, Literal
 
-from paceline.benchmarks.options import ModelName, ShapeOverrides, StrategyChoice, listed
+from paceline.benchmarks.options import (
+    ModelName,
+    PlannedModel,
+    ShapeOverrides,
+    StrategyChoice,
+    listed,
+)
 from paceline.cli.output import FigurePath, Flat, OutputOptions, case_progress
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device, known_devices
@@ -69,19 +75,20 @@ class OverheadCommand:
 class MemoryCommand:
     """Predict the memory of a training step, and whether it fits on a device."""
 
-    model: ModelName = "small"
-    """Model preset."""
+    model: PlannedModel = "small"
+    """Model: a preset, a Hugging Face directory or config.json, a TOML file with [model], or
+    dimensions."""
     strategy: StrategyChoice = "torch_ddp"
     """Data-parallel strategy, as in bench ddp."""
     world_size: int = 2
     """Number of ranks."""
     batch: int = 4
     """Sequences per rank."""
-    context: int = 128
-    """Tokens per sequence."""
+    context: int | None = None
+    """Tokens per sequence; by default, the longest that the model accepts."""
     attention: Literal["sdpa", "naive"] = "sdpa"
     """sdpa is fused attention; naive stores all attention scores."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """dtype to compute in; bfloat16 and float16 are autocast over float32 weights."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """full recomputes each block's activations during backward."""
@@ -102,14 +109,18 @@ class MemoryCommand:
 
     def run(self) -> int:
         """Prints and explains the memory of a step, and draws it if requested."""
-        from paceline.accounting.memory.step import StepPlan, explain_memory, fit_on_device
+        from paceline.accounting.memory.step import explain_memory, fit_on_device
+        from paceline.accounting.named_model import find_model
+        from paceline.predict.strategy_memory import step_plan
         from paceline.reports.tables.planning import instants_text
 
-        model, shape = self.shape.apply(self.model)
-        require_context(model, shape, self.context)
-        plan = StepPlan(
-            shape=shape,
-            batch=BatchShape(num_sequences=self.batch, context_length=self.context),
+        model = find_model(self.model)
+        model = model._replace(shape=self.shape.change(model.shape))
+        context = self.context or model.shape.max_context_length
+        require_context(model.name, model.shape, context)
+        plan = step_plan(
+            model,
+            batch=BatchShape(num_sequences=self.batch, context_length=context),
             strategy=self.strategy,
             checkpointing=self.activation_checkpointing,
             attention=self.attention,
@@ -122,10 +133,10 @@ class MemoryCommand:
             from paceline.reports.plots.memory import plot_memory_plan
             from paceline.reports.plots.style import save_as
 
-            title = f"{model} under {self.strategy}, fullest of {self.world_size} ranks"
+            title = f"{model.name} under {self.strategy}, fullest of {self.world_size} ranks"
             save_as(plot_memory_plan(instants, title=title, device=device), self.figure)
         explanation = explain_memory(plan, self.world_size, device=device)
-        texts = [instants_text(instants), explanation.render()]
+        texts = [instants_text(instants), explanation.render(), *model.notes]
         if device is not None:
             verdict = str(fit_on_device(plan, self.world_size, device))
             texts.insert(0, verdict.replace("does_not_fit", "does not fit"))

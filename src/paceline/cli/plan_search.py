@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.options import ModelName, listed
+from paceline.benchmarks.options import PlannedModel, listed
 from paceline.cli.output import FigurePath, Flat, OutputOptions, say, work_progress
 from paceline.core.errors import UsageError
 from paceline.core.hardware import known_devices
-from paceline.core.presets import (
-    find_preset,
-    mixture_names,
-    model_preset,
-    preset_names,
-    preset_spelling,
-)
 from paceline.core.runnable import Work, unsupported_reasons
-from paceline.core.specs import ModelShape
 from paceline.planner.search.cluster_options import (
     UNNAMED_CONTEXT,
     ClusterOptions,
@@ -30,12 +22,9 @@ from paceline.planner.search.cluster_options import (
 )
 
 if TYPE_CHECKING:
+    from paceline.accounting.model_config import NamedModel
     from paceline.planner.search.budget import RunEstimate
     from paceline.planner.search.search import SearchResult
-
-
-SearchedModel = Annotated[str, listed((*preset_names(), *mixture_names()), preset_spelling)]
-"""A dense or mixture-of-experts preset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +43,9 @@ class SearchCommand:
     one of each mesh of tensor, context, pipeline and expert ranks.
     """
 
-    model: SearchedModel = "llama3-8B"
-    """Model preset; mixtures of experts also have an expert-parallel axis."""
+    model: PlannedModel = "llama3-8B"
+    """Model: a preset, a Hugging Face directory or config.json, a TOML file with [model], or
+    dimensions; mixtures of experts also have an expert-parallel axis."""
     devices: int = 64
     """Number of devices of the cluster."""
     cluster: Flat[ClusterFlags] = dataclasses.field(default_factory=ClusterFlags)
@@ -66,6 +56,8 @@ class SearchCommand:
     compare: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Explain why another layout is not the best: its fields, such as tp=8,pp=2 (also dp,
     replicate, shard, sp, cp, ep, vp, zero, micro, recompute)."""
+    explain: bool = False
+    """Print every term of the fastest layout's time and memory with its formula and numbers."""
     runnable: bool = False
     """Search only layouts that paceline train can run."""
     advice: bool = True
@@ -82,13 +74,16 @@ class SearchCommand:
 
     def run(self) -> int:
         """Searches and prints the best layouts."""
+        from paceline.accounting.named_model import find_model
         from paceline.planner.search.advice import compare, sensitivity, variations
         from paceline.planner.search.search import search
         from paceline.reports.tables import planning
 
-        shape, experts = find_preset(self.model)
-        mixture = experts is not None
-        spec = self.cluster.spec(shape, self.devices, experts=experts, runnable=self.runnable)
+        model = find_model(self.model)
+        mixture = model.experts is not None
+        spec = self.cluster.spec(
+            model.shape, self.devices, experts=model.experts, runnable=self.runnable
+        )
         performance, peak = self.cluster.performance(of_experts=mixture), self.cluster.peak_flops()
         tokens = None if self.tokens is None else parse_count(self.tokens, "tokens", "1e12 or 15T")
         with work_progress("searching all layouts"):
@@ -96,13 +91,20 @@ class SearchCommand:
         runs = None if tokens is None else self._estimate_runs(result, tokens)
         compared = [compare(each, result.best, spec, performance, peak) for each in self.compare]
         notes = [*([] if runs is None else planning.run_lines(runs[0])), performance.note]
+        notes += [f"{model.name}: {note}." for note in model.notes]
         if self.runnable:
             notes.append("These rates are not those of paceline train: measure, or use plan step.")
         rows = self._rows(result, runs)
-        tables = [planning.search_table(result, runs, notes)]
+        tables: list[object] = [planning.search_table(result, runs, notes)]
         for pair in compared:
             rows.append({"kind": "comparison", "reason": pair.reason, "pair": pair})
             tables.append(planning.comparison_table(pair))
+        if self.explain:
+            from paceline.planner.search.explanation import explain_choice
+
+            explained = explain_choice(result.best, spec, performance)
+            rows.append({"kind": "explanation", "explanation": explained})
+            tables.append(explained.render())
         if self.advice:
             lower = self.cluster.lower_precision(of_experts=mixture)
             offered = list(variations(result.best, spec, performance, lower))
@@ -145,6 +147,8 @@ class SearchCommand:
             "devices": self.devices,
             "device": self.cluster.device,
             "calibration": result.performance.name,
+            "framework": result.performance.framework,
+            "measured_runs": result.performance.num_rows,
             "candidates": result.num_candidates,
             "fitting": result.num_fitting,
             "elapsed_s": result.elapsed_s,
@@ -184,7 +188,14 @@ class SearchCommand:
             num_micro_batches=best.batch.accumulation_steps,
         )
         runs = spec.experts is None and not unsupported_reasons(best.layout, work)
-        paths = write_exports(self.out, best, spec, self.cluster.device, is_runnable=runs)
+        paths = write_exports(
+            self.out,
+            best,
+            spec,
+            self.cluster.device,
+            is_runnable=runs,
+            framework=result.performance.framework,
+        )
         say(f"wrote {', '.join(map(str, paths))}")
 
 
@@ -200,8 +211,9 @@ class BudgetCommand:
     """Model FLOPs of the run, such as 1e24."""
     deadline: str = "30d"
     """Maximum duration of the run, such as 30d, 12h or 2w."""
-    model: ModelName | None = None
-    """Model preset; by default, the size that spends the budget at 20 tokens per parameter."""
+    model: PlannedModel | None = None
+    """Model, as in plan search; by default, the size that spends the budget at 20 tokens per
+    parameter."""
     cluster: Flat[ClusterFlags] = dataclasses.field(default_factory=ClusterFlags)
     output: Flat[OutputOptions]
 
@@ -212,10 +224,10 @@ class BudgetCommand:
 
         flops = parse_count(self.flops, "flops", "1e24")
         days = parse_days(self.deadline)
-        shape = self._shape(flops)
-        performance = self.cluster.performance()
+        model = self._model(flops)
+        performance = self.cluster.performance(of_experts=model.experts is not None)
         found = plan_budget(
-            self.cluster.spec(shape, self.cluster.devices_per_host),
+            self.cluster.spec(model.shape, self.cluster.devices_per_host, experts=model.experts),
             performance,
             flops=flops,
             deadline_days=days,
@@ -223,8 +235,8 @@ class BudgetCommand:
             price=self.cluster.price,
             device_interval_h=self.cluster.failure_interval_h,
         )
-        notes = (performance.note,)
-        table = budget_table(found, self._model_text(shape), self.cluster.device, notes)
+        notes = (performance.note, *(f"{model.name}: {note}." for note in model.notes))
+        table = budget_table(found, _model_text(model), self.cluster.device, notes)
         rows = [
             {
                 "kind": "budget",
@@ -238,18 +250,23 @@ class BudgetCommand:
         self.output.show(rows, table)
         return 0
 
-    def _shape(self, flops: float) -> ModelShape:
+    def _model(self, flops: float) -> "NamedModel":
+        from paceline.accounting.model_config import NamedModel
+        from paceline.accounting.named_model import find_model
+
         if self.model is not None:
-            return model_preset(self.model)
+            return find_model(self.model)
         from paceline.scaling.model_shapes import cluster_shape, rule_of_thumb_parameters
 
         context = self.cluster.context or UNNAMED_CONTEXT
-        return cluster_shape(rule_of_thumb_parameters(flops), context)
+        shape = cluster_shape(rule_of_thumb_parameters(flops), context)
+        return NamedModel("20 tokens per parameter", shape)
 
-    def _model_text(self, shape: ModelShape) -> str:
-        from paceline.accounting.counts import count_parameters
 
-        billions = count_parameters(shape).total / 1e9
-        dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"
-        name = self.model or "20 tokens per parameter"
-        return f"{name} ({billions:.3g} billion parameters: {dimensions})"
+def _model_text(model: "NamedModel") -> str:
+    from paceline.accounting.counts import all_parameters
+
+    shape = model.shape
+    billions = all_parameters(shape, model.experts) / 1e9
+    dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"
+    return f"{model.name} ({billions:.3g} billion parameters: {dimensions})"

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.benchmarks.options import ModelName, StrategyChoice
+from paceline.benchmarks.options import PlannedModel, StrategyChoice
 from paceline.cli.output import FigurePath, Flat, OutputOptions
 from paceline.core.errors import UsageError
-from paceline.core.presets import model_preset
-from paceline.core.specs import BatchShape, require_context
+from paceline.core.specs import BatchShape, nearest_buildable, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 
 if TYPE_CHECKING:
+    from paceline.planner.calibrations.calibration import FrameworkCalibration
+    from paceline.planner.calibrations.cases import Case
     from paceline.predict.backtest import BacktestCase, PredictedCase
+    from paceline.reports.tables.table import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,9 @@ class PlanStepCommand:
 
     calibration: pathlib.Path
     """Records of paceline calibrate; each topology in them gets a prediction."""
-    model: tuple[ModelName, ...] = ("bytes-34M",)
-    """Model presets."""
+    model: tuple[PlannedModel, ...] = ("bytes-34M",)
+    """Models: presets, Hugging Face directories, TOML files with [model], or dimensions. A model
+    that Paceline's trainer does not build is predicted as one with the same matrices."""
     strategies: tuple[StrategyChoice, ...] = ("torch_ddp", "ddp", "zero2")
     """Data-parallel strategies, as in bench ddp; with one rank, only none is predicted."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
@@ -79,15 +82,21 @@ class PlanStepCommand:
         return 0
 
     def _cases(self, world_size: int) -> "Iterator[PredictedCase]":
+        from paceline.accounting.named_model import find_model
         from paceline.predict.backtest import PredictedCase
 
         strategies: tuple[StrategyName, ...] = self.strategies if world_size > 1 else ("none",)
-        for model, batch, strategy in itertools.product(self.model, self.batch, strategies):
-            shape = model_preset(model)
-            require_context(model, shape, self.context)
+        models = [find_model(named) for named in self.model]
+        for model, batch, strategy in itertools.product(models, self.batch, strategies):
+            if model.experts is not None:
+                raise UsageError(
+                    f"{model.name} is a mixture of experts, which paceline train does not run; "
+                    "paceline plan search predicts it"
+                )
+            require_context(model.name, model.shape, self.context)
             yield PredictedCase(
-                model=model,
-                shape=shape,
+                model=model.name,
+                shape=nearest_buildable(model.shape),
                 batch=BatchShape(num_sequences=batch, context_length=self.context),
                 strategy=strategy,
                 bucket_size_mb=self.bucket_size_mb if strategy in BUCKET_STRATEGIES else None,
@@ -164,7 +173,9 @@ class CalibrateRowsCommand:
 
     Each row is a JSON object with the fields of the published runs: framework, model, device,
     precision, devices, context_length, global_batch, micro_batch, data, measured and unit, and
-    every parallel axis that is not 1. Rows of several frameworks give several calibrations.
+    every parallel axis that is not 1. Instead of measured and unit, a row may name a log of
+    torchtitan, Megatron-LM or NeMo, metrics of TensorBoard or Weights & Biases, or a run of
+    paceline train. Rows of several frameworks give several calibrations.
     """
 
     rows: Annotated[pathlib.Path, tyro.conf.Positional]
@@ -173,21 +184,71 @@ class CalibrateRowsCommand:
     """Also fit the published runs of the same framework; a few runs of your own are then enough."""
     out: pathlib.Path | None = None
     """JSON Lines file to write the calibrations to, for plan search --calibration."""
+    model: PlannedModel | None = None
+    """Also say which run to measure next, for a plan of this model."""
+    devices: int = 64
+    """Number of devices of that plan."""
+    batch_tokens: str = "4M"
+    """Tokens per step of that plan, such as 4M (4 x 2^20)."""
+    context: int | None = None
+    """Context length of that plan; by default, the model's maximum."""
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise UsageError("--devices must be at least 1")
         if self.out is not None and self.out.suffix != ".jsonl":
             raise UsageError(f"--out {self.out}: give a name that ends in .jsonl")
 
     def run(self) -> int:
-        """Fits the rows, holds out each model in turn, and prints constants and errors."""
+        """Fits the rows and prints constants, and how far predictions are off."""
         from paceline.planner.calibrations.calibration import write_calibrations
-        from paceline.planner.calibrations.fit import calibrate_rows
+        from paceline.planner.calibrations.pooled import calibrate_rows, measured_cases
         from paceline.reports.tables.planning import calibrations_table
 
-        made = calibrate_rows(self.rows, with_published=self.with_published)
+        cases = measured_cases(self.rows)
+        made = calibrate_rows(cases, with_published=self.with_published)
         if self.out is not None:
             write_calibrations(made, self.out)
-        rows = [{"name": each.name, "rows": len(each.rows), **each.constants} for each in made]
-        self.output.show(rows, calibrations_table(made))
+        rows: list[dict[str, object]] = [
+            {"name": each.name, "rows": len(each.rows), **each.constants} for each in made
+        ]
+        tables: list[object] = [calibrations_table(made)]
+        if self.model is not None:
+            more, table = self._next_runs(self.model, cases, made)
+            rows += more
+            tables.append(table)
+        self.output.show(rows, *tables)
         return 0
+
+    def _next_runs(
+        self, model: str, cases: "list[Case]", made: "list[FrameworkCalibration]"
+    ) -> "tuple[list[dict[str, object]], Table]":
+        """Returns the runs to measure next for the framework, device and dtype of the first run."""
+        from paceline.accounting.named_model import find_model
+        from paceline.planner.calibrations.pooled import pooled
+        from paceline.planner.search.cluster_options import ClusterOptions
+        from paceline.planner.search.measure_next import runs_to_measure
+        from paceline.planner.search.spec import calibrated_performance
+        from paceline.reports.tables.planning import next_runs_table
+
+        first = cases[0]
+        named = find_model(model)
+        own = [each for each in cases if each.pool == first.pool]
+        options = ClusterOptions(
+            device=first.device, batch_tokens=self.batch_tokens, context=self.context
+        )
+        fitted = next(
+            each for each in made if (each.device, each.precision) == (first.device, first.dtype)
+        )
+        spec = options.spec(named.shape, self.devices, experts=named.experts)
+        spec = dataclasses.replace(
+            spec, framework_settings=fitted.framework_settings, precision=fitted.training_precision
+        )
+        now, found = runs_to_measure(
+            pooled().prior.fit(own), first, spec, calibrated_performance(fitted)
+        )
+        rows: list[dict[str, object]] = [
+            {"kind": "measure next", "half_width_now": now, "run": each} for each in found
+        ]
+        return rows, next_runs_table(named.name, self.devices, now, found)

@@ -108,7 +108,10 @@ class TrainCommand:
 
         num_ranks = self.ranks or config.parallel.default_ranks
         predicted = resolve(config, num_ranks, self.calibration).forecast
-        text = "parameters, compute, memory and time: not predicted for a Hugging Face model"
+        text = (
+            "parameters, compute, memory and time: not predicted for this Hugging Face model; they "
+            "are for dense models of known types (paceline plan memory --model DIRECTORY)"
+        )
         details = None
         if (memory := predicted.memory) is not None:
             predicted = msgspec.structs.replace(predicted, final_loss=self._final_loss(config))

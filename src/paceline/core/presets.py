@@ -69,7 +69,7 @@ class Preset(NamedTuple):
 def _mixture(
     experts: Experts, vocab_size: int, d_model: int, num_layers: int, num_heads: int, **others: Any
 ) -> Preset:
-    active = experts.active_width(experts.dense_width, num_layers)
+    active = experts.active_width(num_layers)
     return Preset(_shape(vocab_size, d_model, active, num_layers, num_heads, **others), experts)
 
 
@@ -102,10 +102,10 @@ _MIXTURES: dict[str, Preset] = {
             shared_width=2048,
             num_dense_layers=3,
             dense_width=18_432,
-            attention_parameters=187_105_280,
         ),
         *(129_280, 7168, 61, 128),
         head_dim=160,
+        attention_weights=187_105_280,
         max_context_length=4096,
     ),
 }

@@ -5,7 +5,7 @@ as one of 10^4. They are validated once, on construction, so that functions can 
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from paceline.core.errors import ShapeError, UsageError
 
@@ -83,6 +83,14 @@ class ModelShape:
     """learned positions are parameters, rotary ones are not."""
     biases: bool = False
     """Whether the linear layers of the blocks have biases."""
+    norms_per_block: int | None = None
+    """Norms of the width of the residual stream in one block; None for one before each branch."""
+    further_parameters: int = 0
+    """Parameters of one block in vectors that `norm` and `biases` do not imply: norms of heads,
+    biases of some of the matrices, attention sinks."""
+    attention_weights: int | None = None
+    """Weights of one block's attention matrices if the heads do not imply them (latent
+    attention)."""
     tied_embeddings: bool = False
     """Whether the output layer reuses the embedding's weights."""
     rope_theta: float = 10000.0
@@ -95,7 +103,8 @@ class ModelShape:
         require_choice("ModelShape", "norm", self.norm, Norm)
         require_choice("ModelShape", "positions", self.positions, Positions)
         require_at_least(self, 1, "d_model", "d_ff", "num_layers", "max_context_length")
-        require_at_least(self, 0, "vocab_size", "num_heads")
+        require_at_least(self, 0, "vocab_size", "num_heads", "norms_per_block")
+        require_at_least(self, 0, "further_parameters", "attention_weights")
         if self.num_heads > 0:
             self._validate_heads()
         if self.rope_theta <= 0 or self.norm_epsilon <= 0:
@@ -124,6 +133,15 @@ class ModelShape:
     def has_attention(self) -> bool:
         """Whether blocks have attention in addition to their feed-forward layer."""
         return self.num_heads > 0
+
+    @property
+    def block_norms(self) -> int:
+        """Number of norms of the width of the residual stream in one block."""
+        if self.norm == "none":
+            return 0
+        if self.norms_per_block is not None:
+            return self.norms_per_block
+        return 2 if self.has_attention else 1
 
     @property
     def head_width(self) -> int:
@@ -159,11 +177,11 @@ class Experts:
     shared_width: int = 0
     """Width of the shared expert, which processes every token."""
     num_dense_layers: int = 0
-    """Leading blocks that have an ordinary feed-forward layer instead."""
+    """Blocks that have an ordinary feed-forward layer instead."""
     dense_width: int = 0
-    """Width of that ordinary layer; 0 if no block has one or the width is not needed."""
-    attention_parameters: int | None = None
-    """Parameters of one block's attention if the shape does not imply them (latent attention)."""
+    """Width of that ordinary layer; 0 if no block has one."""
+    biases: bool = False
+    """Whether the experts' matrices and the router have biases."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -171,17 +189,30 @@ class Experts:
                 f"Experts.experts_per_token is {self.experts_per_token} of {self.num_experts} "
                 "experts; it must be from 1 to all of them"
             )
+        if bool(self.num_dense_layers) != bool(self.dense_width):
+            raise UsageError(
+                f"Experts.num_dense_layers is {self.num_dense_layers} and dense_width "
+                f"{self.dense_width}; give both, or neither"
+            )
 
-    def active_width(self, dense_width: int, num_layers: int) -> int:
+    def active_width(self, num_layers: int) -> int:
         """Returns the active feed-forward width per token, averaged over the blocks."""
         dense = self.num_dense_layers / num_layers
         active = self.width * self.experts_per_token + self.shared_width
-        return round(active * (1 - dense) + dense_width * dense)
+        return round(active * (1 - dense) + self.dense_width * dense)
 
 
 # The settings that `paceline.models.TransformerLM` supports; defined here so that a sweep can
 # reject a shape without importing torch.
-_BUILDABLE = {"feed_forward": "swiglu", "norm": "rmsnorm", "positions": "rotary", "biases": False}
+_BUILDABLE = {
+    "feed_forward": "swiglu",
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "biases": False,
+    "norms_per_block": None,
+    "further_parameters": 0,
+    "attention_weights": None,
+}
 
 
 def require_buildable(shape: ModelShape) -> None:
@@ -195,6 +226,17 @@ def require_buildable(shape: ModelShape) -> None:
             )
     if not shape.num_heads or not shape.vocab_size:
         raise ShapeError("TransformerLM needs attention heads and a vocabulary")
+
+
+def nearest_buildable(shape: ModelShape) -> ModelShape:
+    """Returns the shape with the same matrices, as far as `TransformerLM` can build them.
+
+    Two plain feed-forward matrices become three with as many weights. Biases and further norms,
+    which take little memory and time, are left out.
+    """
+    width = shape.d_ff if shape.feed_forward == "swiglu" else max(1, round(shape.d_ff * 2 / 3))
+    buildable: dict[str, Any] = _BUILDABLE
+    return dataclasses.replace(shape, **{**buildable, "d_ff": width})
 
 
 def require_context(name: str, shape: ModelShape, context_length: int) -> None:

@@ -20,10 +20,10 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
+from paceline.accounting.model_config import CONFIG, model_of_config, read_config_json
 from paceline.core.errors import ShapeError, UsageError
 from paceline.core.specs import ModelShape, require_buildable
 from paceline.core.units import Progress
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """The default of transformers 4; transformers 5 has 50 GB."""
@@ -88,22 +88,6 @@ def require_room(directory: pathlib.Path) -> None:
     """Raises a `UsageError` unless a directory does not exist or is empty."""
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UsageError(f"{directory} already exists; name a new directory")
-
-
-def read_config(directory: pathlib.Path) -> dict[str, Any]:
-    """Returns config.json of a model's directory."""
-    path = directory / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(
-            f"{path}: no such file; name the directory of a Hugging Face model"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: not a JSON object")
-    return config
 
 
 def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -237,25 +221,12 @@ def llama_config(shape: ModelShape, end_of_document: int | None = None) -> dict[
     }
 
 
-class _LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a Llama config.json that determine the model."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    hidden_act: str = "silu"
+_SUPPORTED = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", None),
+}
+"""Values of keys that Paceline's own model supports."""
 
 
 def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShape:
@@ -265,34 +236,15 @@ def shape_of_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelShap
             f"{where}: model_type {config.get('model_type')!r} is not llama, the one layout that "
             "Paceline's own model has; model.hugging_face in run.toml trains any other"
         )
-    try:
-        llama = msgspec.convert(config, _LlamaConfig)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {error}") from error
-    rope, scaling = llama.rope_parameters or {}, llama.rope_scaling or {}
-    if any(each.get("rope_type", "default") != "default" for each in (rope, scaling)):
-        raise UsageError(f"{where}: scaled rotary positions are not supported")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(llama, name):
-            raise UsageError(f"{where}: {name} is not supported")
-    if llama.hidden_act != "silu":
-        raise UsageError(f"{where}: hidden_act {llama.hidden_act!r} is not supported, only silu")
-    theta = rope.get("rope_theta", llama.rope_theta)
-    if not isinstance(theta, (int, float)):
-        raise UsageError(f"{where}: rope_parameters.rope_theta is {theta!r}, not a number")
-    return ModelShape(
-        vocab_size=llama.vocab_size,
-        d_model=llama.hidden_size,
-        d_ff=llama.intermediate_size,
-        num_layers=llama.num_hidden_layers,
-        num_heads=llama.num_attention_heads,
-        num_kv_heads=llama.num_key_value_heads,
-        head_dim=llama.head_dim,
-        max_context_length=llama.max_position_embeddings,
-        norm_epsilon=llama.rms_norm_eps,
-        rope_theta=float(theta),
-        tied_embeddings=llama.tie_word_embeddings,
-    )
+    shape = model_of_config(config, where).shape
+    for name, supported in _SUPPORTED.items():
+        if config.get(name) not in supported:
+            raise UsageError(f"{where}: {name} {config[name]!r} is not supported")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name) or {}
+        if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+            raise UsageError(f"{where}: scaled rotary positions are not supported")
+    return shape
 
 
 def end_of_text(config: Mapping[str, Any]) -> int | None:
@@ -342,7 +294,7 @@ class HuggingFaceLM(nn.Module):
     @classmethod
     def of_directory(cls, directory: pathlib.Path) -> "HuggingFaceLM":
         """Builds a model in float32, with the weights in its directory if there are any."""
-        config = read_config(directory)
+        config = read_config_json(directory)
         if not weight_files(directory):
             return cls.of_config(config, str(directory / CONFIG))
         settings = _settings(config, str(directory / CONFIG))

@@ -6,8 +6,9 @@ itself, the row keeps the published values and `marks` lists the contradictions
 
 The data set has three files. `sources.json` holds each source and the fields that its rows share.
 `models.json` holds the dimensions of each model. `runs.csv` holds the remaining fields, one line
-per measurement. User rows are JSON Lines with the same fields. Their model is a name in
-`models.json`, a preset, or given as `shape`. An unknown field, a value of the wrong type or an
+per measurement. User rows are JSON Lines with the same fields, or with a `log`
+(`paceline.planner.logs`) instead of a measured value. Their model is a name in `models.json`, a
+preset, or given as `shape`. An unknown field, a value of the wrong type or an
 impossible number raises an error that names the file and the line. The data set contains figures,
 which are facts, with their sources. It copies no text from them.
 """
@@ -24,6 +25,7 @@ import msgspec
 from paceline.core.errors import DataError, UsageError
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import Experts, ModelShape
+from paceline.planner.logs import read_log
 
 Unit = Literal[
     "s/iteration",
@@ -59,6 +61,7 @@ class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     source: str
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    attention_weights: int | None = None
     experts: Experts | None = None
     """The experts that replace feed-forward layers; None for a dense model."""
 
@@ -67,7 +70,7 @@ class PublishedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         fields = msgspec.structs.asdict(self)
         del fields["source"], fields["experts"]
         if self.experts is not None:
-            fields["d_ff"] = self.experts.active_width(self.d_ff, self.num_layers)
+            fields["d_ff"] = self.experts.active_width(self.num_layers)
         fields["feed_forward"] = _FEED_FORWARD.get(self.feed_forward, self.feed_forward)
         fields["positions"] = _POSITIONS.get(self.positions, self.positions)
         return ModelShape(**fields, max_context_length=context_length)
@@ -105,6 +108,8 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recompute: str | None = None
     overlap: str | None = None
     network: str | None = None
+    network_bytes_per_s: float | None = None
+    """Stated bandwidth of one device in one direction between hosts."""
     evidence: Evidence = "text"
     note: str | None = None
     also: dict[str, float] = {}
@@ -214,12 +219,23 @@ def _read_lines(path: pathlib.Path) -> Iterator[PublishedRun]:
             raise DataError(f"{where}: not JSON ({error})") from error
         if not isinstance(fields, dict):
             raise DataError(f"{where}: not a JSON object; one measured run per line")
+        if "log" in fields:
+            fields = _with_log(fields, path.parent, where)
         run = _convert({"id": f"line {number}", "source": path.name, **fields}, where)
         if model_of(run) is None:
             raise DataError(
                 f"{where}: unknown model {run.model!r}; name a preset, or give its shape"
             )
         yield run
+
+
+def _with_log(fields: dict[str, Any], directory: pathlib.Path, where: str) -> dict[str, Any]:
+    """Replaces the name of a log by what the log says; the row's own fields win."""
+    if "measured" in fields or "unit" in fields:
+        raise DataError(f"{where}: give a log, or measured and unit, not both")
+    logged = read_log(directory / str(fields["log"]))
+    own = {name: value for name, value in fields.items() if name != "log"}
+    return {**logged.fields, "unit": logged.unit, "measured": logged.measured, **own}
 
 
 def _fields(row: dict[str, str]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("calibration", "bound", "num_devices_used", "on_front", "reason"),
     ),
     # Published step times predicted with their model held out: errors, intervals, regret by source.
-    "planner_validation": (("study", "source", "without"), ()),
+    "planner_validation": (("study", "source", "without"), ("how", "num_own_runs")),
     # Duration of a plan search.
     "plan_search_speed": (("model", "devices", "batch_tokens", "context"), ("candidates",)),
     # A simulation of a published run that varies its unpublished parameters.

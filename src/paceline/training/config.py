@@ -82,8 +82,8 @@ class ModelConfig:
         """The preset with its overrides applied."""
         if self.hugging_face is not None:
             raise UsageError(
-                f"model.hugging_face {self.hugging_face}: parameters, FLOPs, memory and time are "
-                "predicted for Paceline's own model only"
+                f"model.hugging_face {self.hugging_face}: its shape is in config.json, and losses "
+                "are predicted from runs of Paceline's own model only"
             )
         return dataclasses.replace(model_preset(self.preset), **self._changes())
 

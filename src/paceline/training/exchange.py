@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from paceline.accounting.model_config import CONFIG, read_config_json
 from paceline.checkpoint.catalog import Checkpoint, complete_steps, open_checkpoint
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.dcp import dtype_of
@@ -33,7 +34,6 @@ from paceline.data.storage import open_storage
 from paceline.data.tokenizer import Tokenizer
 from paceline.models import TransformerLM
 from paceline.models.hugging_face import (
-    CONFIG,
     LLAMA,
     MAX_SHARD_BYTES,
     TOKENIZER,
@@ -44,7 +44,6 @@ from paceline.models.hugging_face import (
     hugging_face_layout,
     llama_config,
     llama_names,
-    read_config,
     read_weights,
     require_room,
     shape_of_config,
@@ -191,7 +190,7 @@ _DEFAULT_CONTEXT = 256
 def import_model(directory: pathlib.Path, run: pathlib.Path) -> RunConfig:
     """Creates the directory of a run from a Llama model; returns a config to train it."""
     require_room(run)
-    settings = read_config(directory)
+    settings = read_config_json(directory)
     shape = shape_of_config(settings, str(directory / CONFIG))
     weights = from_llama(read_weights(directory), shape)
     identity = RunIdentity(shape=shape, end_of_document=end_of_text(settings))
@@ -244,7 +243,7 @@ def load_model(where: str, step: int | None = None) -> LoadedModel:
 
 
 def _from_directory(directory: pathlib.Path) -> LoadedModel:
-    config = read_config(directory)
+    config = read_config_json(directory)
     path = directory / TOKENIZER
     json = path.read_text(encoding="utf-8") if path.exists() else None
     tokenizer = _make_tokenizer(json, end_of_text(config), str(directory))

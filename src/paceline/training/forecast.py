@@ -8,10 +8,11 @@ import msgspec
 
 from paceline.accounting.counts import count_parameters, flops_per_token
 from paceline.accounting.memory.step import MemoryParts, step_memory
+from paceline.accounting.model_config import CONFIG, model_of_config, read_config_json
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.plan import Estimate, ParallelLayout
 from paceline.core.runnable import Work, needs_mesh, require_runnable
-from paceline.core.specs import BatchShape, precision_preset
+from paceline.core.specs import BatchShape, ModelShape, nearest_buildable, precision_preset
 from paceline.core.strategies import StrategyName, sharding_of
 from paceline.core.units import format_binary_bytes
 from paceline.predict.calibration import Calibration, calibrations, inside_host
@@ -19,7 +20,7 @@ from paceline.predict.history import HistoryEntry, Quantity, corrected, history_
 from paceline.predict.step import PREDICTED, layout_step_time, strategy_step_terms
 from paceline.predict.trainer_memory import trainer_memory
 from paceline.records import RecordStore
-from paceline.training.config import RunConfig
+from paceline.training.config import ModelConfig, RunConfig
 
 MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
@@ -32,8 +33,10 @@ _SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {"torch_zero": "zero1"}
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Size, limits and predictions of a run, made before its first step.
 
-    Of a Hugging Face model, only the steps and tokens are known. The run's directory keeps it as
-    JSON.
+    A dense Hugging Face model has the memory and time of Paceline's own model with the same
+    matrices, without an interval: the history has runs of Paceline's own model only. Of other
+    Hugging Face models, only the steps and tokens are known. The run's directory keeps the forecast
+    as JSON.
     """
 
     num_steps: int
@@ -125,16 +128,9 @@ def resolve(
 ) -> ResolvedRun:
     """Resolves a run, with the user's earlier runs as history; arguments as in `forecast`."""
     layout = layout_of(config, num_ranks)
-    predicted = _unpredicted(config)
-    if config.model.hugging_face is None:
-        predicted = forecast(
-            config,
-            num_ranks,
-            calibration,
-            history=_earlier_runs(),
-            hardware=hardware,
-            layout=layout,
-        )
+    predicted = forecast(
+        config, num_ranks, calibration, history=_earlier_runs(), hardware=hardware, layout=layout
+    )
     return ResolvedRun(config=config, layout=layout, forecast=predicted)
 
 
@@ -160,11 +156,14 @@ def forecast(
         layout: Its layout, if it is already known.
     """
     layout = layout or layout_of(config, world_size)
-    shape = config.model.shape
+    described = _described(config.model)
+    if described is None:
+        return _unpredicted(config)
+    shape = nearest_buildable(described)
     passes = config.training.num_passes(layout.data_parallel)
     own = -(-config.training.batch_size // layout.data_parallel)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
-    memory = _memory(config, layout, batch, passes, world_size)
+    memory = _memory(config, shape, layout, batch, passes, world_size)
     step_time_s = None
     if calibration is not None:
         known = calibrations(RecordStore(calibration).read())
@@ -177,26 +176,40 @@ def forecast(
             time = layout_step_time(layout, shape, step, ranks, inside_host(known, ranks))
             step_time_s = float(time.total_s.item())
         else:
-            step_time_s = _strategy_time_s(config, batch, strategy, passes, ranks)
+            step_time_s = _strategy_time_s(config, shape, batch, strategy, passes, ranks)
     per_token = flops_per_token(
-        shape,
+        described,
         config.data.context_length,
         activation_checkpointing=config.model.activation_checkpointing,
     )
     predicted = msgspec.structs.replace(
         _unpredicted(config),
-        num_parameters=count_parameters(shape).total,
+        num_parameters=count_parameters(described).total,
         flops_per_step=per_token.model * config.tokens_per_step,
         memory_bytes=memory.total,
         memory=memory,
-        kept_in_memory_bytes=_kept_in_memory_bytes(config, batch, world_size),
+        kept_in_memory_bytes=_kept_in_memory_bytes(config, shape, batch, world_size),
         step_time_s=step_time_s,
     )
+    if config.model.hugging_face is not None:
+        return predicted
     corrections = {
         quantity: corrected(quantity, formula, hardware or "", world_size, history)
         for quantity, formula in predicted.formulas.items()
     }
     return msgspec.structs.replace(predicted, corrected=corrections)
+
+
+def _described(model: ModelConfig) -> ModelShape | None:
+    """Returns the shape of the run's model; None of a Hugging Face model that is not known."""
+    if model.hugging_face is None:
+        return model.shape
+    directory = pathlib.Path(model.hugging_face)
+    try:
+        found = model_of_config(read_config_json(directory), str(directory / CONFIG))
+    except UsageError:
+        return None  # transformers may know it.
+    return None if found.experts is not None else found.shape
 
 
 def _unpredicted(config: RunConfig) -> Forecast:
@@ -212,9 +225,14 @@ def _earlier_runs() -> list[HistoryEntry]:
 
 
 def _memory(
-    config: RunConfig, layout: ParallelLayout, batch: BatchShape, passes: int, world_size: int
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    batch: BatchShape,
+    passes: int,
+    world_size: int,
 ) -> MemoryParts:
-    shape, precision = config.model.shape, precision_preset(config.training.precision)
+    precision = precision_preset(config.training.precision)
     if needs_mesh(layout):
         step = dataclasses.replace(batch, accumulation_steps=passes)
         return trainer_memory(layout, shape, step, precision)
@@ -229,11 +247,13 @@ def _memory(
     )["before_step"]
 
 
-def _kept_in_memory_bytes(config: RunConfig, batch: BatchShape, world_size: int) -> int:
+def _kept_in_memory_bytes(
+    config: RunConfig, shape: ModelShape, batch: BatchShape, world_size: int
+) -> int:
     if not config.checkpoint.memory_every_steps:
         return 0
     precision = precision_preset(config.training.precision)
-    whole = step_memory(config.model.shape, batch, precision, "none", 1)["before_step"]
+    whole = step_memory(shape, batch, precision, "none", 1)["before_step"]
     part = -(-(whole.parameters + whole.optimizer_state) // world_size)
     own_and_replica = part * (2 if world_size > 1 else 1)
     return part + 2 * own_and_replica
@@ -273,15 +293,16 @@ def _calibrated_ranks(
 
 def _strategy_time_s(
     config: RunConfig,
+    shape: ModelShape,
     batch: BatchShape,
     strategy: StrategyName,
     passes: int,
     calibration: Calibration,
 ) -> float:
     bucket_size = config.parallel.bucket_size_for(strategy)
-    terms = strategy_step_terms(config.model.shape, batch, strategy, calibration, bucket_size)
+    terms = strategy_step_terms(shape, batch, strategy, calibration, bucket_size)
     # Only the last pass communicates and updates; all others only compute.
-    alone = strategy_step_terms(config.model.shape, batch, "none", calibration, None)
+    alone = strategy_step_terms(shape, batch, "none", calibration, None)
     return terms.total_s + (passes - 1) * (alone.total_s - alone.optimizer_s)
 
 

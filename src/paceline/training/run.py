@@ -21,13 +21,13 @@ import msgspec
 import torch
 from rich.console import Console
 
+from paceline.accounting.model_config import read_config_json
 from paceline.core.errors import PacelineError, UsageError, is_out_of_memory
 from paceline.core.plan import Estimate
 from paceline.core.processes import note_stop_request, stop_code, stop_signals
 from paceline.core.specs import precision_preset
 from paceline.data.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
-from paceline.models.hugging_face import read_config
 from paceline.parallel import Session
 from paceline.parallel.ranks.hardware import (
     describe_hardware,
@@ -241,7 +241,8 @@ def _vocabulary(config: RunConfig) -> tuple[int | None, str]:
     if config.model.hugging_face is None:
         return config.model.shape.vocab_size, "model.vocab_size"
     directory = pathlib.Path(config.model.hugging_face)
-    return read_config(directory).get("vocab_size"), f"vocab_size in {directory / 'config.json'}"
+    found = read_config_json(directory).get("vocab_size")
+    return found, f"vocab_size in {directory / 'config.json'}"
 
 
 def _tokenizer(config: RunConfig) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paceline.accounting.model_config import read_config_json
 from paceline.checkpoint.catalog import Checkpoint
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.errors import CheckpointError
@@ -27,7 +28,6 @@ from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
 from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
-from paceline.models.hugging_face import read_config
 from paceline.parallel import Session
 from paceline.parallel.ranks.collectives import from_first
 from paceline.records.store import UNDECODABLE
@@ -231,5 +231,5 @@ def _identity(config: RunConfig) -> RunIdentity:
     end = read_manifest(open_storage(config.data.sources[0].place)).end_of_document
     if config.model.hugging_face is None:
         return RunIdentity(shape=config.model.shape, end_of_document=end)
-    settings = read_config(pathlib.Path(config.model.hugging_face))
+    settings = read_config_json(pathlib.Path(config.model.hugging_face))
     return RunIdentity(hugging_face=settings, end_of_document=end)

@@ -43,18 +43,41 @@ def test_contradictions_are_named(changes: list[str], message: str) -> None:
         decode_config(RUN, changes)
 
 
-def test_nothing_is_predicted_of_a_hugging_face_model(
+def test_a_hugging_face_model_has_the_forecast_of_our_model_with_its_matrices(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "gpt2", "vocab_size": 300, "n_embd": 96, "n_layer": 2, "n_head": 4}
+        )
+    )
+    theirs = forecast(decode_config(RUN, [f"model.hugging_face={tmp_path}"]), 2)
+    changes = {"vocab_size": 300, "d_model": 96, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    settings = [f"model.{name}={value}" for name, value in changes.items()]
+    ours = forecast(decode_config(RUN, [*settings, "model.tied_embeddings=true"]), 2)
+    # Learned positions, biases and the shifts of norms are theirs alone.
+    extra = 1024 * 96 + 2 * (9 * 96 + 2 * 96) + 96
+    assert ours.num_parameters is not None
+    assert theirs.num_parameters == pytest.approx(ours.num_parameters + extra)
+    assert theirs.flops_per_step == ours.flops_per_step
+    assert theirs.memory is not None
+    assert ours.memory is not None
+    assert theirs.memory.activations == ours.memory.activations
+    assert not theirs.corrected
+
+
+def test_nothing_is_predicted_of_a_model_that_is_not_known(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = decode_config(RUN, [THEIRS])
-    with pytest.raises(UsageError, match=r"predicted for Paceline's own model only"):
+    with pytest.raises(UsageError, match=r"runs of Paceline's own model only"):
         _ = config.model.shape
     (tmp_path / "run.toml").write_text(RUN)
     dry_run = ["train", str(tmp_path / "run.toml"), "--set", THEIRS, "--dry-run"]
     assert main(dry_run) == 0
     output = capsys.readouterr().out
     assert 'hugging_face = "gpt2"' in output
-    assert "memory and time: not predicted for a Hugging Face model" in output
+    assert "memory and time: not predicted for this Hugging Face model" in output
     assert main([*dry_run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forecast"] is None
 

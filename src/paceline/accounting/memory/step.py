@@ -23,7 +23,12 @@ import dataclasses
 from paceline.accounting.buckets import GROUP_BYTES, cut_unit
 from paceline.accounting.counts import block_parameters, count_parameters
 from paceline.accounting.explanation import Explanation, WorkedLine
-from paceline.accounting.memory.activations import BucketSize, Checkpointing, count_activations
+from paceline.accounting.memory.activations import (
+    BucketSize,
+    Checkpointing,
+    SavedForBackward,
+    count_activations,
+)
 from paceline.accounting.memory.model_states import (
     gradient_buckets,
     layer_shapes,
@@ -249,6 +254,18 @@ class StepPlan:
             bucket_size_mb=self.bucket_size_mb,
         )
 
+    @property
+    def kept_for_backward(self) -> SavedForBackward:
+        """Returns what autograd has saved after forward."""
+        return count_activations(
+            self.shape, self.batch, self.checkpointing, self.precision, self.attention
+        ).saved
+
+    @property
+    def method(self) -> str:
+        """How the memory is found, as an assumption of the explanation."""
+        return "every tensor of the eager model, counted operation by operation"
+
     def peak_bytes(self, world_size: int) -> int:
         """Returns the peak memory of the fullest rank in the step."""
         return max(parts.total for parts in self.instants(world_size).values())
@@ -307,9 +324,7 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
             " + ".join(map(format_binary_bytes, held.values())),
             format_binary_bytes(parts.total),
         )
-    saved = count_activations(
-        plan.shape, plan.batch, plan.checkpointing, plan.precision, plan.attention
-    ).saved
+    saved = plan.kept_for_backward
     values["saved_activation_bytes"] = saved.activations
     values["saved_weight_copy_bytes"] = saved.weight_copies
     add(
@@ -335,7 +350,8 @@ def explain_memory(plan: StepPlan, world_size: int, *, device: Device | None = N
         question=f"Memory of a step under {plan.strategy}, the fullest of {world_size} ranks",
         assumptions=(
             f"{plan.batch.num_sequences} sequences of {plan.batch.context_length} tokens per rank",
-            f"{precision}, AdamW, eager, communication that keeps up",
+            plan.method,
+            f"{precision}, AdamW, communication that keeps up",
             f"attention {plan.attention}, which stores {scores} scores",
             f"activation checkpointing: {plan.checkpointing}",
             "neither the allocator's fragmentation nor buffers of kernels, driver and NCCL",

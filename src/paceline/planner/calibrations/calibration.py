@@ -9,6 +9,7 @@ In a file, bundled or the user's, a calibration is one JSON object with its cons
 residuals and ranges. The cluster is rebuilt from the constants, so a file stores nothing twice.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -67,6 +68,12 @@ class FrameworkCalibration(
     """Minimum and maximum of each feature over the measured rows."""
     cells: tuple[tuple[int, float], ...] | None = None
     """Entries of the corrections from measured runs of the same sizes."""
+    network_bytes_per_s: float | None = None
+    """Bandwidth of a device between hosts that the rows' source states; None for the usual one."""
+    half_width_elsewhere: float | None = None
+    """Log of the 90% interval's factor for other frameworks with as few rows, without residuals."""
+    rows_elsewhere: int = 0
+    """Number of the framework's rows of other devices that the constants are from, without rows."""
 
     def __post_init__(self) -> None:
         """Raises if the device is unknown, or a constant is missing."""
@@ -76,7 +83,10 @@ class FrameworkCalibration(
     def cluster(self) -> Cluster:
         """The rates that the constants describe on the device."""
         cells = None if self.cells is None else MeasuredCorrections(entries=self.cells)
-        return cluster_of(self.constants, require_device(self.device), self.precision, cells=cells)
+        figures = require_device(self.device)
+        if self.network_bytes_per_s is not None:
+            figures = dataclasses.replace(figures, outer_bytes_per_s=self.network_bytes_per_s)
+        return cluster_of(self.constants, figures, self.precision, cells=cells)
 
     @property
     def hidden(self) -> float:
@@ -133,7 +143,9 @@ class FrameworkCalibration(
     def half_width(self) -> float:
         """Returns the log of the interval's factor within measured ranges, over all regimes."""
         ratios = [abs(each.log_ratio) for each in self.residuals]
-        return conformal_quantile(ratios) if ratios else math.log(2)
+        if ratios:
+            return conformal_quantile(ratios)
+        return math.log(2) if self.half_width_elsewhere is None else self.half_width_elsewhere
 
     def _half_width(self, one_host: bool) -> float:
         ratios = [abs(each.log_ratio) for each in self.residuals if each.one_host == one_host]

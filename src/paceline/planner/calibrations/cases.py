@@ -59,6 +59,12 @@ class Case:
         return family(self.run.framework, one_host=(self.run.devices or 1) <= 8)
 
     @property
+    def framework(self) -> str:
+        """Who made the code that ran: the family, with both campaigns of vTrain as one."""
+        experts = "" if self.experts is None else "-experts"
+        return self.family.removesuffix("-host") + experts
+
+    @property
     def pool(self) -> str:
         """Name of the pool of rows fitted together: one framework on similar devices."""
         if self.experts is not None:
@@ -76,6 +82,18 @@ class Case:
         return Variant(self.device, self.dtype, variation(self.run))
 
     @property
+    def release(self) -> str:
+        """The period of the framework's releases, of a mixture of experts on Megatron-Bridge.
+
+        Its releases differ by a third in the speed of experts, and not in that of dense models.
+        """
+        name, _, rest = self.run.framework.partition(" ")
+        if self.experts is None or name != "Megatron-Bridge":
+            return ""
+        number = rest.split()[0]
+        return "25" if number < "26" else "26.02" if number < "26.06" else "26.06"
+
+    @property
     def overlaps_tensor(self) -> bool:
         """Whether matmuls hide the collectives of tensor parallelism (async TP)."""
         return self.run.overlap == "async TP"
@@ -85,8 +103,12 @@ class Case:
 class CaseGroup:
     """Cases of one device, dtype and kind of block, predicted in one call."""
 
+    framework: str
     variant: Variant
     overlaps_tensor: bool
+    network_bytes_per_s: float | None
+    """Stated by the source; None for the device's usual network."""
+    release: str
     layouts: Layouts
     workload: Workload
     index: npt.NDArray[np.int64]
@@ -106,7 +128,7 @@ def group_cases(cases: list[Case]) -> list[CaseGroup]:
         precision = training_precision(case.run.framework, case.dtype)
         key = (
             *(case.family, formula_of(case.shape), case.experts, case.variant),
-            *(precision, case.overlaps_tensor),
+            *(precision, case.overlaps_tensor, case.run.network_bytes_per_s, case.release),
         )
         keys.setdefault(key, []).append(number)
     return [_group([cases[number] for number in index], index) for index in keys.values()]
@@ -183,8 +205,11 @@ def _group(cases: list[Case], index: list[int]) -> CaseGroup:
         **common.of_steps(),
     )
     return CaseGroup(
+        framework=first.framework,
         variant=first.variant,
         overlaps_tensor=first.overlaps_tensor,
+        network_bytes_per_s=first.run.network_bytes_per_s,
+        release=first.release,
         layouts=layouts,
         workload=workload,
         index=numbers(*index),

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from paceline.core.errors import HardwareError
 from paceline.core.hardware import find_device, known_devices
-from paceline.predict.cost.cluster import Cluster, MeasuredCorrections, Tier, Tiers
+from paceline.predict.cost.cluster import Cluster, Constant, MeasuredCorrections, Tier, Tiers
 
 _DTYPES = ("bfloat16", "float16", "float8", "float4")
 
@@ -119,6 +119,9 @@ PRIORS: dict[str, Prior] = {
     "inner_latency_s": Prior(6e-6, 1.0, 1e-3),
     "step_s": Prior(0.01, 1.0, 10.0),
     "async_share": Prior(0.9, 0.5, 3.0),
+    "slowdown": Prior(1.0, 0.15),
+    "expert_kernels": Prior(1.0, 0.7, 20.0),
+    "expert_overlap": Prior(0.5, 0.5, 1.0),
 }
 """Priors of all constants. Shares are fractions of the vendor's stated figures."""
 ALWAYS = ("matmul_share", "memory_share", "inner_share", "outer_share", "hidden")
@@ -130,6 +133,7 @@ TERMS: dict[str, tuple[str, ...]] = {
     "exposed": ("exposed_share", "contention"),
     "latency": ("inner_latency_s", "outer_latency_s"),
     "step": ("step_s",),
+    "experts": ("expert_kernels", "expert_overlap"),
     "cells": (),
 }
 """Optional terms and the constants that each one needs."""
@@ -137,13 +141,16 @@ _INNER_LATENCY_S, _OUTER_LATENCY_S = 6e-6, 1.5e-5
 
 
 def cluster_of(
-    values: Mapping[str, float],
+    values: Mapping[str, Constant],
     device: DeviceFigures,
     dtype: str,
     *,
     cells: MeasuredCorrections | None = None,
 ) -> Cluster:
-    """Returns the cluster that constants describe on a device. Missing terms are disabled."""
+    """Returns the cluster that constants describe on a device. Missing terms are disabled.
+
+    Constants may be columns of points, see `Cluster`.
+    """
     half = device.half_flops_per_s
     tiers = Tiers(
         (
@@ -178,6 +185,9 @@ def cluster_of(
         exposed_share=values.get("exposed_share", 0.0),
         contention=values.get("contention", 0.0),
         step_s=values.get("step_s", 0.0),
+        slowdown=values.get("slowdown", 1.0),
+        expert_kernels=values.get("expert_kernels", 0.0),
+        expert_overlap=values.get("expert_overlap", 0.0),
         cells=cells,
     )
 

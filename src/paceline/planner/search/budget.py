@@ -184,6 +184,7 @@ def plan_budget(
             held_devices=count,
             price=price,
             device_interval_h=device_interval_h,
+            experts=spec.experts,
         )
         in_time = run.days <= deadline_days
         points.append(BudgetPoint(devices=count, choice=best, run=run, in_time=in_time))

@@ -83,9 +83,13 @@ class ClusterOptions:
     """Context length in tokens; by default, the model's maximum."""
     precision: Literal["bfloat16", "float16", "float8", "float32"] = "bfloat16"
     """dtype of matmuls; below float32, the weights have a float32 master copy."""
+    framework: str = "other"
+    """Framework that runs the model: torchtitan, nemo, megatron-lm, llm-foundry, fsdp or another
+    with published runs, whose constants then predict. other has those that all frameworks share,
+    and the wider interval of a framework that nobody has measured."""
     calibration: str | None = None
-    """Calibration of a framework on these devices: its name (nemo, llm-foundry), or a file of
-    paceline plan calibrate. By default, the one with the most measured runs."""
+    """Calibration to predict with instead: the name of a bundled one, or a file of paceline plan
+    calibrate."""
     network: str | None = None
     """Bandwidth per device between hosts, such as 400gbit; by default, the calibration's."""
     memory: str | None = None
@@ -196,15 +200,25 @@ class ClusterOptions:
             read_calibrations,
         )
 
-        name, framework = self.calibration, None
-        if name is not None and name.endswith(".jsonl"):
+        name = self.calibration
+        if name is None:
+            # No framework's runs are in float32.
+            return None if dtype == "float32" else self._of_framework(dtype, of_experts)
+        if name.endswith(".jsonl"):
             own = match_calibration(read_calibrations(name), self.device, dtype)
             if dtype == self.precision and own is None:
                 raise UsageError(f"{name}: contains no calibration for {self.device} with {dtype}")
             return own
-        if name is not None:
-            named = find_calibration(name, self.device, self.precision, of_experts=of_experts)
-            framework = named.framework
+        named = find_calibration(name, self.device, self.precision, of_experts=of_experts)
         return match_calibration(
-            known_calibrations(), self.device, dtype, of_experts=of_experts, framework=framework
+            known_calibrations(),
+            self.device,
+            dtype,
+            of_experts=of_experts,
+            framework=named.framework,
         )
+
+    def _of_framework(self, dtype: DType, of_experts: bool) -> "FrameworkCalibration":
+        from paceline.planner.calibrations.pooled import calibration_of
+
+        return calibration_of(self.framework, self.device, dtype, of_experts=of_experts)

@@ -19,7 +19,7 @@ import pathlib
 from collections.abc import Iterator
 
 from paceline.core.plan import Estimate, Plan
-from paceline.core.specs import Experts, ModelShape
+from paceline.core.specs import ModelShape
 from paceline.planner.search.search import Candidate
 from paceline.planner.search.spec import SearchSpec
 from paceline.predict.cost.layouts import SHARDING_STAGES
@@ -187,18 +187,19 @@ def megatron_notes(choice: Candidate, spec: SearchSpec) -> tuple[str, ...]:
     vocab, tensor = spec.shape.vocab_size, choice.layout.tensor
     if vocab % (128 * tensor):
         notes.append(f"Megatron pads the vocabulary of {vocab:,} to a multiple of {128 * tensor}")
-    if _has_latent_attention(spec.experts):
+    if spec.shape.attention_weights is not None:
         notes.append(
             "latent attention: add --multi-latent-attention and its ranks and head widths "
             "(--q-lora-rank, --kv-lora-rank, --qk-head-dim, --qk-pos-emb-head-dim, --v-head-dim)"
         )
+    elif spec.shape.further_parameters:
+        notes.append(
+            "this model has norms of heads or biases of some matrices: add --qk-layernorm or "
+            "--add-qkv-bias as its config.json says"
+        )
     if spec.experts is not None:
         notes.append("how the router scores and balances is Megatron's default: see --moe-router-*")
     return tuple(notes)
-
-
-def _has_latent_attention(experts: Experts | None) -> bool:
-    return experts is not None and experts.attention_parameters is not None
 
 
 def _model_flags(spec: SearchSpec) -> Iterator[str]:
@@ -208,7 +209,7 @@ def _model_flags(spec: SearchSpec) -> Iterator[str]:
     width = shape.d_ff if experts is None else experts.dense_width or experts.width
     yield f"--ffn-hidden-size {width}"
     yield f"--num-attention-heads {shape.num_heads}"
-    if not _has_latent_attention(experts):
+    if shape.attention_weights is None:
         yield from _head_flags(shape)
     yield f"--seq-length {context_length}"
     yield f"--max-position-embeddings {max(context_length, shape.max_context_length)}"
@@ -312,6 +313,10 @@ def torchrun_line(choice: Candidate, devices_per_host: int, program: str) -> str
     return f"torchrun --nnodes {hosts} --nproc-per-node {per_host} {where} {program}"
 
 
+_SAME_STACK = {"nemo": ("nemo", "megatron-bridge", "megatron-2023")}
+"""Frameworks that run Megatron's layers, and so have its flags."""
+
+
 def write_exports(
     directory: pathlib.Path,
     choice: Candidate,
@@ -319,11 +324,13 @@ def write_exports(
     hardware: str,
     *,
     is_runnable: bool,
+    framework: str = "other",
 ) -> list[pathlib.Path]:
     """Writes the configs and commands of a layout, and returns the paths.
 
     If torchtitan does not support the layout, its config is omitted and the commands file states
-    the reason.
+    the reason. The files of any other `framework` than the one whose constants chose the layout
+    say so.
     """
     flags = megatron_flags(choice, spec)
     notes = [f"# {note}" for note in megatron_notes(choice, spec)]
@@ -340,13 +347,24 @@ def write_exports(
         f"# {name}\n{torchrun_line(choice, spec.devices_per_host, program)}\n"
         for name, program in programs.items()
     ] + ([] if refusal is None else [f"# {refusal}\n"])
+
+    def chosen_for(its: str) -> list[str]:
+        if framework in _SAME_STACK.get(its, (its,)):
+            return []
+        return [
+            f"# Chosen with the constants of framework {framework}; plan search --framework {its} "
+            "chooses with its own."
+        ]
+
     texts = {
         "plan.json": encode_plan(paceline_plan(choice, spec, hardware)).decode() + "\n",
-        "megatron.args": "\n".join([f"# {choice.name}", *notes, *flags]) + "\n",
+        "megatron.args": "\n".join([f"# {choice.name}", *chosen_for("nemo"), *notes, *flags])
+        + "\n",
         "commands.sh": "\n".join(commands),
     }
     if refusal is None:
-        texts["torchtitan.toml"] = torchtitan_config(choice, spec)
+        config = torchtitan_config(choice, spec)
+        texts["torchtitan.toml"] = "\n".join([*chosen_for("torchtitan"), config])
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in texts.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.accounting.counts import model_flops_per_token
+from paceline.accounting.counts import flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.plan import CHECKPOINTINGS, SHARDINGS, Estimate, ParallelLayout
 from paceline.core.specs import BatchShape
@@ -49,6 +49,7 @@ BOUNDS = {
     "engine_s": "calls of torch's engine",
     "fixed_s": "fixed performance of a step",
     "measured_s": "what runs of such sizes took beyond the formulas",
+    "framework_s": "what the framework takes beyond the formulas",
 }
 """Display name of each step-time term."""
 _COMMUNICATION = ("tensor_s", "context_s", "expert_s", "stages_s", "data_s")
@@ -318,13 +319,15 @@ def evaluate(
         "working": spread(memory.working),
         "framework": spread(memory.framework),
     }
-    per_token = model_flops_per_token(spec.shape, spec.experts, spec.context_length)
+    per_token = flops_per_token(spec.shape, spec.context_length).model
     flops = per_token * spec.tokens_per_step
     devices = candidates.num_devices
     found = []
     for place in range(size):
         seconds = total[place]
         used = int(devices[place])
+        # No run is faster than the device's peak.
+        least = 0.0 if peak_flops is None else flops / (used * peak_flops)
         one = candidates.take(np.array([place]))
         found.append(
             Candidate(
@@ -336,7 +339,9 @@ def evaluate(
                 ),
                 devices=used,
                 step_time_s=Estimate(
-                    value=seconds, low=seconds * lows[place], high=seconds * highs[place]
+                    value=seconds,
+                    low=min(seconds, max(least, seconds * lows[place])),
+                    high=seconds * highs[place],
                 ),
                 terms_s={name: values[place] for name, values in terms.items()},
                 memory_bytes={name: values[place] for name, values in parts.items()},

@@ -168,8 +168,13 @@ class PerformanceModel:
     """Fraction of a pass that can hide communication."""
     interval: Interval
     outside: Outside
+    source: str
+    """Whose runs the figures are from: framework, device, dtype and number of runs."""
     note: str
     """One-line description of the source of the figures."""
+    framework: str = "other"
+    num_rows: int = 0
+    """Number of measured runs of this framework on this device and dtype."""
 
     def with_network(self, bytes_per_s: float) -> "PerformanceModel":
         """Returns a copy with this bandwidth between hosts, per device and direction."""
@@ -180,7 +185,7 @@ class PerformanceModel:
     @property
     def network_bytes_per_s(self) -> float:
         """Bandwidth between hosts, per device and direction."""
-        return self.cluster.tiers.tiers[-1].bytes_per_s
+        return float(self.cluster.tiers.tiers[-1].bytes_per_s)
 
     def with_hosts(self, devices_per_host: int) -> "PerformanceModel":
         """Returns a copy with `devices_per_host` devices per host."""
@@ -197,7 +202,42 @@ def calibrated_performance(calibration: FrameworkCalibration) -> PerformanceMode
         hidden=calibration.hidden,
         interval=calibration.interval,
         outside=calibration.outside,
-        note=f"calibration {calibration.name}: fitted to {len(calibration.rows)} measured runs",
+        source=_source(calibration),
+        note=_note(calibration),
+        framework=calibration.framework,
+        num_rows=len(calibration.rows),
+    )
+
+
+def _source(calibration: FrameworkCalibration) -> str:
+    where = f"{calibration.device}, {calibration.precision}"
+    runs = _runs(len(calibration.rows)) or "no measured run"
+    elsewhere = _runs(calibration.rows_elsewhere)
+    beside = f", {elsewhere} elsewhere" if elsewhere else ""
+    return f"framework {calibration.framework} on {where}: {runs} of it{beside}"
+
+
+def _runs(number: int) -> str:
+    return "" if not number else f"{number:,} measured run{'s'[: number > 1]}"
+
+
+def _note(calibration: FrameworkCalibration) -> str:
+    if calibration.of_experts and not calibration.rows:
+        return (
+            "Only Megatron-Bridge has published runs of mixtures of experts, so the constants are "
+            "those of its newest release or, of another framework, what they have in common with it"
+        )
+    if calibration.rows:
+        return f"calibration {calibration.name}: fitted to {_runs(len(calibration.rows))}"
+    if calibration.rows_elsewhere:
+        return (
+            f"The constants are {calibration.framework}'s on other devices, with this device's "
+            "figures. One run of your own (paceline plan calibrate) narrows the interval most."
+        )
+    return (
+        f"No run of framework {calibration.framework} is known, so the constants are what "
+        "frameworks have in common. --framework names one with runs; one run of your own "
+        "(paceline plan calibrate) narrows the interval most."
     )
 
 
@@ -230,6 +270,7 @@ def assumed_performance(
         hidden=1.0,
         interval=lambda layouts, workload: (low, high),
         outside=lambda layouts, workload: (),
+        source=f"no calibration {kind}for {device.name}, {dtype}",
         note=f"no calibration {kind}for {device.name}: {share:.0%} of its stated peak, 70% of its "
         "memory bandwidth and 400 Gbit/s between hosts are assumed, and the result may be off by "
         f"{off}",

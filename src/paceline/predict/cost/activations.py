@@ -136,6 +136,7 @@ def stream_bytes(workload: Workload) -> int:
     """Returns the bytes per token that norms and residuals keep, summed over tensor ranks."""
     shape, size = workload.shape, workload.compute_bytes
     branches = 2 if shape.has_attention else 1
+    num_norms = branches if shape.norm == "none" else shape.block_norms
     in_and_out = (size + _input_bytes(workload)) * shape.d_model
     norm = {
         "none": size * shape.d_model,
@@ -144,7 +145,7 @@ def stream_bytes(workload: Workload) -> int:
         if workload.framework_memory.fused
         else (_FLOAT32_BYTES + 2 * size) * shape.d_model + _FLOAT32_BYTES,
     }[shape.norm]
-    return branches * (norm + (shape.d_model if workload.dropout else 0))
+    return num_norms * norm + (branches * shape.d_model if workload.dropout else 0)
 
 
 def matrix_bytes(workload: Workload) -> int:

@@ -2,7 +2,8 @@
 
 A cluster requires three constants: the matmul rate, the memory bandwidth and the links. Every other
 constant belongs to a term that is off by default. Vendors do not state these constants, so only a
-calibration (`paceline.planner.calibrations`) enables them.
+calibration (`paceline.planner.calibrations`) enables them. A constant may also be a column, an
+array of shape (points, 1): then the times of all layouts have one row per point.
 
 Links are tiers: host, pod, whole cluster. The devices of one host have consecutive numbers, as have
 the hosts of one pod. A group of g ranks has a stride k, the product of the mesh axes inside its own
@@ -24,7 +25,7 @@ exp(sum of logarithms / (runs + 2)), which is 1 without runs.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ from paceline.accounting.collectives import Numbers, ring_time_s, tree_all_reduc
 from paceline.core.errors import UsageError
 from paceline.core.strategies import Operation
 from paceline.predict.cost.layouts import Integers
+
+Constant: TypeAlias = float | npt.NDArray[np.float64]
+"""A number, or a column with one number per point."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +47,13 @@ class Tier:
     """Name of the domain, such as host or pod."""
     num_devices: int | None
     """Number of devices in one domain; None for the outermost tier, which contains all."""
-    latency_s: float
+    latency_s: Constant
     """Latency of one hop."""
-    bytes_per_s: float
+    bytes_per_s: Constant
     """Bandwidth of one device in one direction while all devices of its domain communicate."""
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.latency_s < 0:
+        if np.min(self.bytes_per_s) <= 0 or np.min(self.latency_s) < 0:
             raise UsageError(
                 f"tier {self.name!r} has {self.bytes_per_s} bytes/s and a latency of "
                 f"{self.latency_s} s; give a positive bandwidth and a latency of 0 or more"
@@ -227,29 +231,35 @@ _RATES = ("flops_per_s", "memory_bytes_per_s", "attention_flops_per_s", "update_
 class Cluster:
     """Achieved rates of devices and links, measured or stated."""
 
-    flops_per_s: float
+    flops_per_s: Constant
     """Matmul rate of one device on the model's weight matrices."""
-    memory_bytes_per_s: float
+    memory_bytes_per_s: Constant
     """Bandwidth of one device in memory-bound kernels."""
     tiers: Tiers
-    launch_s: float = 0.0
+    launch_s: Constant = 0.0
     """Seconds per kernel launch that the preceding kernel does not hide."""
-    dispatch_s: float = 0.0
+    dispatch_s: Constant = 0.0
     """Host seconds to launch one kernel. A layer is never faster than its launches."""
-    attention_flops_per_s: float | None = None
+    attention_flops_per_s: Constant | None = None
     """Rate of one device in the matmuls inside attention; None to use `flops_per_s`."""
-    matmul_tokens: float = 0.0
+    matmul_tokens: Constant = 0.0
     """Tokens per pass at which a matmul reaches half of its rate."""
-    matmul_width: float = 0.0
+    matmul_width: Constant = 0.0
     """Matrix width, after tensor parallelism, at which a matmul reaches half of its rate."""
-    misaligned: float = 0.0
+    misaligned: Constant = 0.0
     """Relative slowdown of a matmul whose width is not a multiple of 128 elements."""
-    exposed_share: float = 0.0
+    exposed_share: Constant = 0.0
     """Fraction of data-parallel communication that is exposed regardless of the pass length."""
-    contention: float = 0.0
+    contention: Constant = 0.0
     """Relative slowdown of data-parallel traffic per doubling of the number of hosts."""
-    step_s: float = 0.0
+    expert_kernels: Constant = 0.0
+    """Kernels that each local expert launches beside its matmuls, relative to one per matmul."""
+    expert_overlap: Constant = 0.0
+    """Fraction of a layer's work that hides the all-to-alls of an interleaved pipeline."""
+    step_s: Constant = 0.0
     """Fixed seconds per step: data loading, logging, launches of the optimizer."""
+    slowdown: Constant = 1.0
+    """Factor on the time of a step: what a framework takes beyond all terms."""
     update_bytes_per_s: float | None = None
     """Bandwidth of one device in the optimizer step; None to use `memory_bytes_per_s`."""
     engine: Engine = NO_ENGINE
@@ -261,13 +271,15 @@ class Cluster:
     def __post_init__(self) -> None:
         for field in _RATES:
             value = getattr(self, field)
-            if value is not None and value <= 0:
+            if value is not None and np.min(value) <= 0:
                 raise UsageError(f"Cluster.{field} is {value}; it must be positive")
+        if np.min(self.slowdown) <= 0:
+            raise UsageError(f"Cluster.slowdown is {self.slowdown}; it must be positive")
         if self.oversubscription < 1:
             raise UsageError(
                 f"Cluster.oversubscription is {self.oversubscription}; it must be 1 or more"
             )
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            if each.default == 0.0 and value < 0:
+            if each.default == 0.0 and np.min(value) < 0:
                 raise UsageError(f"Cluster.{each.name} is {value}; it must be 0 or more")

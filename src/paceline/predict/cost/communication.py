@@ -108,6 +108,20 @@ def all_to_all_time_s(layouts: Layouts, workload: Workload, experts: Experts, ti
     return 2 * _passes(layouts) * (seconds / ranks + latency)
 
 
+def exposed_all_to_all_s(
+    layouts: Layouts, workload: Workload, cluster: Cluster, work_s: Any
+) -> Any:
+    """Returns the seconds of all-to-alls per layer and pass that no work of the device hides."""
+    if workload.experts is None:
+        return 0.0
+    routed_s = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
+    if not np.any(cluster.expert_overlap):
+        return routed_s
+    # The parts of an interleaved pipeline alternate: one computes while another sends.
+    left_s = np.maximum(routed_s - cluster.expert_overlap * work_s, 0.0)
+    return np.where(layouts.pipeline_interleave > 1, left_s, routed_s)
+
+
 def gradient_time_s(
     layouts: Layouts, workload: Workload, spans: CommGroups, num_parameters: Any
 ) -> Any:
@@ -182,7 +196,7 @@ def exposed_data(
 def data_slowdown(layouts: Layouts, cluster: Cluster) -> Any:
     """Returns the slowdown factor of data-parallel traffic from sharing the network."""
     inside = cluster.tiers.tiers[0].num_devices
-    if not cluster.contention or inside is None:
+    if not np.any(cluster.contention) or inside is None:
         return 1.0
     devices = layouts.stride("pipeline")
     return 1 + cluster.contention * np.log2(np.maximum(devices / inside, 1))

@@ -181,6 +181,10 @@ class Workload(StepSettings):
         return 2 * self.optimizer_bytes + self.gradient_bytes + parameter
 
 
+_KINDS = (
+    *("feed_forward", "norm", "positions", "biases", "tied_embeddings"),
+    *("norms_per_block", "further_parameters", "attention_weights"),
+)
 _NUMBERS = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "max_context_length")
 
 
@@ -199,7 +203,7 @@ class ShapeArrays(ModelShape):
 
 def formula_of(shape: ModelShape) -> tuple[Any, ...]:
     """Returns the properties that must be equal for shapes to be joined."""
-    return (shape.feed_forward, shape.norm, shape.positions, shape.biases, shape.tied_embeddings)
+    return tuple(getattr(shape, name) for name in _KINDS)
 
 
 def join_shapes(shapes: Sequence[ModelShape]) -> ModelShape:
@@ -215,11 +219,4 @@ def join_shapes(shapes: Sequence[ModelShape]) -> ModelShape:
     }
     numbers["num_kv_heads"] = np.array([shape.key_value_heads for shape in shapes], dtype=float)
     numbers["head_dim"] = np.array([shape.head_width for shape in shapes], dtype=float)
-    return ShapeArrays(
-        **numbers,
-        feed_forward=first.feed_forward,
-        norm=first.norm,
-        positions=first.positions,
-        biases=first.biases,
-        tied_embeddings=first.tied_embeddings,
-    )
+    return ShapeArrays(**numbers, **{name: getattr(first, name) for name in _KINDS})

@@ -109,6 +109,17 @@ def num_kernels(layouts: Layouts, workload: Workload) -> Any:
     return forward + backward + again
 
 
+def expert_kernels(layouts: Layouts, workload: Workload) -> Any:
+    """Returns the number of matmul kernels of the local experts per layer and pass.
+
+    Two matrices (gate and up together, and down), forward and twice backward.
+    """
+    if workload.experts is None:
+        return 0.0
+    again = np.where(layouts.checkpointing == CHECKPOINTING["full"], 4 / 3, 1.0)
+    return 6 * workload.experts.num_experts / np.asarray(layouts.expert) * again
+
+
 def elementwise_operations(workload: Workload) -> Iterator[Elementwise]:
     """Yields the elementwise operations of a block, as in the module's table."""
     shape = workload.shape
@@ -117,8 +128,9 @@ def elementwise_operations(workload: Workload) -> Iterator[Elementwise]:
     width = branches * shape.d_model
     stream = size * width
     mask = width if workload.dropout else 0
-    if shape.norm != "none":
-        yield Elementwise("norms", 2 * stream, 3 * stream, "stream", branches)
+    if shape.block_norms:
+        normed = size * shape.block_norms * shape.d_model
+        yield Elementwise("norms", 2 * normed, 3 * normed, "stream", shape.block_norms)
     residual_backward = 3 * stream + (stream if shape.biases else 0)
     residual_backward += 2 * stream + mask if workload.dropout else 0
     yield Elementwise("residuals", 3 * stream + mask, residual_backward, "stream", branches)

@@ -10,7 +10,8 @@ its m micro-batches, in L / p layers. Per layer and micro-batch:
     memory        bytes of elementwise kernels over memory bandwidth (`memory_traffic`)
     launches      exposed seconds per kernel launch, if the cluster has any
     tensor, context, expert, stages   communication that every layer or stage waits for
-                  (`communication`)
+                  (`communication`). In an interleaved pipeline, work of other parts hides a share
+                  of the all-to-alls, if calibrated
 
 and per step
 
@@ -22,6 +23,7 @@ and per step
     optimizer     bytes read and written to update a rank's own parameters, over bandwidth
     engine        size-independent overhead of torch's calls, if calibrated: per block and pass,
                   per stage and pass, per FSDP2 collective
+    framework     a share of all other terms, if calibrated
 
 If o ranks share a processor, one rank computes while another waits. p stages on p / o processors
 then have the bubble of p / o stages with o v parts each, and a stage sets the pace only if it has
@@ -56,11 +58,11 @@ from paceline.core.errors import UsageError
 from paceline.predict.cost.cluster import Cluster
 from paceline.predict.cost.communication import (
     CommGroups,
-    all_to_all_time_s,
     context_time_s,
     engine_block_s,
     engine_data_s,
     engine_stages_s,
+    exposed_all_to_all_s,
     exposed_data,
     pipeline_time_s,
     tensor_time_s,
@@ -68,6 +70,7 @@ from paceline.predict.cost.communication import (
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload
 from paceline.predict.cost.memory_traffic import (
     elementwise_bytes,
+    expert_kernels,
     loss_bytes,
     num_kernels,
     score_product_bytes,
@@ -99,7 +102,8 @@ def block_matrices(layouts: Layouts, workload: Workload) -> Iterator[Matrix]:
 
 def small_matmul_flops(layouts: Layouts, workload: Workload, cluster: Cluster) -> Any:
     """Returns the time lost to small matmuls per layer and pass, in FLOPs at the full rate."""
-    if not (cluster.matmul_tokens or cluster.matmul_width or cluster.misaligned):
+    lengths = (cluster.matmul_tokens, cluster.matmul_width, cluster.misaligned)
+    if not any(np.any(length) for length in lengths):
         return 0.0
     tokens = workload.tokens / layouts.context
     lost: Any = 0.0
@@ -121,7 +125,7 @@ def _lost_flops(tokens: Any, matrix: Matrix, cluster: Cluster) -> Any:
     columns, rows = matrix.columns, matrix.rows
     area = np.multiply(columns, rows)
     edges = cluster.matmul_tokens * area + cluster.matmul_width * tokens * np.add(columns, rows)
-    if not cluster.misaligned:
+    if not np.any(cluster.misaligned):
         return 2 * edges
     is_misaligned = (np.mod(columns, _TILE) != 0) | (np.mod(rows, _TILE) != 0)
     longer = np.where(is_misaligned, cluster.misaligned, 0.0)
@@ -151,6 +155,8 @@ class StepTime:
     """Fixed time per step."""
     measured_s: Any
     """Correction from measured runs of the same sizes; negative if they were faster."""
+    framework_s: Any
+    """What the framework takes beyond all other terms; negative if it is faster."""
 
     @property
     def total_s(self) -> Any:
@@ -172,10 +178,7 @@ def flops_per_pass(layouts: Layouts, workload: Workload) -> FlopsPerPass:
     shape = workload.shape
     counted = count_parameters(shape)
     tokens = workload.tokens / layouts.context / layouts.tensor
-    attention = counted.attention / shape.num_layers
-    if workload.experts is not None and workload.experts.attention_parameters is not None:
-        attention = workload.experts.attention_parameters
-    weights = attention + counted.feed_forward / shape.num_layers
+    weights = (counted.attention + counted.feed_forward) / shape.num_layers
     full = layouts.checkpointing == CHECKPOINTING["full"]
     if workload.attention == "flash":
         keys_per_query, times = (workload.context_length + 1) / 2, np.where(full, 4.5, 3.5)
@@ -193,7 +196,8 @@ def attention_time_s(layouts: Layouts, workload: Workload, cluster: Cluster) -> 
     """Returns the seconds of attention's matmuls per layer and pass, compute- or memory-bound."""
     operations = flops_per_pass(layouts, workload).layer_attention
     moved = score_product_bytes(layouts, workload) * workload.tokens / layouts.context
-    rate = cluster.attention_flops_per_s or cluster.flops_per_s
+    rate = cluster.attention_flops_per_s
+    rate = cluster.flops_per_s if rate is None else rate
     return np.maximum(operations / rate, moved / cluster.memory_bytes_per_s)
 
 
@@ -205,7 +209,7 @@ def step_time(
         raise UsageError(f"hidden is {hidden}; it is a fraction of a pass, from 0 to 1")
     spans = CommGroups.of(layouts, cluster.tiers)
     operations = flops_per_pass(layouts, workload)
-    num_parameters = _num_parameters(layouts, workload)
+    held_parameters = num_parameters(layouts, workload)
     passes, stages = np.asarray(workload.num_micro_batches), layouts.pipeline
     layers = workload.shape.num_layers / stages
     tokens = workload.tokens / layouts.context
@@ -215,14 +219,13 @@ def step_time(
     matrices = operations.layer_matrices + small_matmul_flops(layouts, workload, cluster)
     attention_s = attention_time_s(layouts, workload, cluster)
     moved = elementwise_bytes(layouts, workload)
-    kernels = num_kernels(layouts, workload)
+    of_experts = cluster.expert_kernels * expert_kernels(layouts, workload)
+    kernels = num_kernels(layouts, workload) + of_experts
     tensor_s = tensor_time_s(layouts, workload, spans)
     context_s = context_time_s(layouts, workload, spans)
-    waits_s, routed_s = tensor_s, 0.0
-    if workload.experts is not None:
-        routed_s = all_to_all_time_s(layouts, workload, workload.experts, cluster.tiers)
-        waits_s = tensor_s + routed_s
     work_s = matrices / flops_per_s + attention_s + tokens * moved / bandwidth
+    routed_s = exposed_all_to_all_s(layouts, workload, cluster, work_s)
+    waits_s = tensor_s + routed_s
     # The host runs ahead of the device, so launches count only if they exceed the layer's work.
     late_s = np.maximum(kernels * cluster.dispatch_s - (work_s + waits_s + context_s), 0.0)
     launch_s = kernels * cluster.launch_s + late_s
@@ -246,9 +249,9 @@ def step_time(
     # Per step.
     engine_s = passes * (layers * block_s + through_stages_s)
     shards = np.where(layouts.stage > 0, layouts.state_shards, 1)
-    owned = num_parameters / layouts.model_devices / shards
+    owned = held_parameters / layouts.model_devices / shards
     update_rate = bandwidth if cluster.update_bytes_per_s is None else cluster.update_bytes_per_s
-    return StepTime(
+    steps = StepTime(
         compute_s=passes
         * ((layers * matrices + head / stages) / flops_per_s + layers * attention_s),
         memory_s=passes * tokens * (layers * moved + loss / stages) / bandwidth,
@@ -259,12 +262,14 @@ def step_time(
         stages_s=passes * messages_s,
         imbalance_s=passes * (slowest_s - mean_s),
         bubble_s=_bubble(layouts, passes, shared) * busy_s,
-        data_s=exposed_data(layouts, workload, spans, slowest_s, num_parameters, hidden, cluster),
+        data_s=exposed_data(layouts, workload, spans, slowest_s, held_parameters, hidden, cluster),
         optimizer_s=owned * workload.update_bytes / update_rate,
         engine_s=engine_s + engine_data_s(layouts, workload, cluster),
         fixed_s=cluster.step_s,
         measured_s=passes * layers * measured_s,
+        framework_s=0.0,
     )
+    return dataclasses.replace(steps, framework_s=(cluster.slowdown - 1) * steps.total_s)
 
 
 def _bubble(layouts: Layouts, passes: Any, shared: float) -> Any:
@@ -281,7 +286,7 @@ def pipeline_bubble(num_stages: Any, num_micro_batches: Any, interleave: Any = 1
     return (num_stages - 1) / (interleave * num_micro_batches)
 
 
-def _num_parameters(layouts: Layouts, workload: Workload) -> Any:
+def num_parameters(layouts: Layouts, workload: Workload) -> Any:
     """Returns the parameters of a model, with experts scaled to their division over ranks."""
     total: Any = count_parameters(workload.shape).total
     if workload.experts is None:

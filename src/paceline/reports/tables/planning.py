@@ -6,53 +6,151 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paceline.accounting.memory.step import MemoryParts
-from paceline.core.units import format_binary_bytes, format_count, format_duration, to_gibibytes
+from paceline.core.plan import SHARDINGS, Estimate, ParallelLayout
+from paceline.core.units import GB, format_binary_bytes, format_count, format_duration, to_gibibytes
 from paceline.planner.calibrations.calibration import FrameworkCalibration
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
 from paceline.planner.search.budget import Budget, BudgetPoint, RunEstimate
+from paceline.planner.search.measure_next import MeasuredNext
 from paceline.planner.search.search import BOUNDS, Candidate, SearchResult
 from paceline.records.schema import interval_ends
 from paceline.reports.tables.table import NOT_APPLICABLE, Table
+
+_LITTLE_MEMORY = 0.05
+"""Share of free memory below which a layout may fail because of fragmentation."""
 
 
 def search_table(
     result: SearchResult, runs: Sequence[RunEstimate] | None = None, notes: Sequence[str] = ()
 ) -> Table:
-    """Returns a row for the best layout of every mesh, the fastest first."""
+    """Returns a row for the best layout of every mesh, the fastest first.
+
+    A row fits 80 columns. Axes that no layout uses have no column.
+    """
     spec, estimates = result.spec, runs or ()
     alike = not_told_apart(result.choices)
-    columns: dict[str, Callable[[tuple[int, Candidate]], object]] = {
-        "": lambda each: f"{each[0] + 1}{'≈' if each[0] < alike and alike > 1 else ''}",
-        "layout": lambda each: each[1].name,
+    axes = {
+        name: column
+        for name, column in _AXES.items()
+        if name in ("dp", "mb") or any(column(each) != _UNUSED for each in result.choices)
+    }
+    figures: dict[str, Callable[[tuple[int, Candidate]], object]] = {
         "step": lambda each: _seconds(each[1].step_time_s.value),
-        "90% interval": lambda each: " to ".join(map(_seconds, interval_ends(each[1].step_time_s))),
-        "MFU": lambda each: NOT_APPLICABLE if each[1].mfu is None else f"{each[1].mfu:.1%}",
-        "memory": lambda each: f"{to_gibibytes(each[1].peak_bytes):.1f} GiB",
-        "free": lambda each: f"{each[1].headroom:.0%}",
-        "bound by": lambda each: _bound(each[1]),
-        "bubble": lambda each: f"{each[1].bubble_share:.1%}",
-        "exposed": lambda each: f"{each[1].exposed_share:.1%}",
+        "tokens/s /device": lambda each: _per_device(each[1]),
     }
     if estimates:
-        columns["days"] = lambda each: f"{estimates[each[0]].days:.3g}"
-        columns["goodput"] = lambda each: f"{estimates[each[0]].goodput:.1%}"
-        columns["device-hours"] = lambda each: _count(estimates[each[0]].device_hours)
-        if estimates[0].cost is not None:
-            columns["cost"] = lambda each: _count(estimates[each[0]].cost)
+        figures["days (90%)"] = lambda each: _with_ends(
+            estimates[each[0]].days, each[1].step_time_s
+        )
+    else:
+        figures["90% interval"] = lambda each: " to ".join(
+            map(_seconds, interval_ends(each[1].step_time_s))
+        )
+    figures |= {
+        "MFU": lambda each: NOT_APPLICABLE if each[1].mfu is None else f"{each[1].mfu:.1%}",
+        "free": lambda each: f"{each[1].headroom:.0%}",
+    }
     return Table.of(
         enumerate(result.choices),
-        columns,
+        {
+            "": lambda each: f"{each[0] + 1}{'≈' if each[0] < alike and alike > 1 else ''}",
+            **{name: _of_choice(column) for name, column in axes.items()},
+            **figures,
+        },
         caption=(
+            f"{result.performance.source}. "
             f"{result.num_candidates:,} layouts of {spec.num_devices:,} devices, "
             f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
+            f"{_network_text(result)}"
         ),
         notes=(
             *_alike_note(alike, result.choices),
+            _LEGEND,
+            _best_note(result.best),
+            *_memory_note(result.choices),
             *_idle_note(result),
             *notes,
             *_outside_note(result.best),
         ),
     )
+
+
+_UNUSED = "1"
+_RECOMPUTED = {"none": _UNUSED, "selective": "select", "full": "full"}
+_AXES: dict[str, Callable[[Candidate], str]] = {
+    "dp": lambda each: _data_text(each.layout),
+    "tp": lambda each: _tensor_text(each.layout),
+    "cp": lambda each: str(each.layout.context),
+    "ep": lambda each: str(each.layout.expert),
+    "pp": lambda each: _pipeline_text(each.layout),
+    "mb": lambda each: str(each.batch.num_sequences),
+    "recompute": lambda each: _RECOMPUTED[each.layout.activation_checkpointing],
+}
+
+
+def _of_choice(column: Callable[[Candidate], str]) -> Callable[[tuple[int, Candidate]], str]:
+    return lambda each: column(each[1])
+
+
+def _data_text(layout: ParallelLayout) -> str:
+    """Returns the data-parallel ranks and the ZeRO stage, such as 16 z1 or 8x2 z3."""
+    stage = SHARDINGS.index(layout.sharding)
+    if not stage:
+        return str(layout.data_parallel)
+    replicas = f"x{layout.replicate}" if layout.replicate > 1 else ""
+    return f"{layout.shard}{replicas} z{stage}"
+
+
+def _tensor_text(layout: ParallelLayout) -> str:
+    return f"{layout.tensor}{'s' if layout.sequence_parallel and layout.tensor > 1 else ''}"
+
+
+def _pipeline_text(layout: ParallelLayout) -> str:
+    parts = f"x{layout.pipeline_interleave}" if layout.pipeline_interleave > 1 else ""
+    return f"{layout.pipeline}{parts}"
+
+
+def _per_device(choice: Candidate) -> str:
+    return f"{choice.tokens_per_s / choice.devices:,.0f}"
+
+
+def _with_ends(value: float, time: Estimate) -> str:
+    """Returns a number that is proportional to a step time, with its interval."""
+    low, high = (value * end / time.value for end in interval_ends(time))
+    digits = ".0f" if low >= 10 else ".2g"
+    return f"{value:.3g} ({low:{digits}}-{high:{digits}})"
+
+
+def _network_text(result: SearchResult) -> str:
+    if result.spec.num_devices <= result.spec.devices_per_host:
+        return ""
+    gigabits = 8 * result.performance.network_bytes_per_s / GB
+    return f". Network: {gigabits:,.0f} Gbit/s per device between hosts (--network)"
+
+
+def _best_note(best: Candidate) -> str:
+    return (
+        f"1: {best.name}; {_bound(best)} of the step, pipeline bubble {best.bubble_share:.1%}, "
+        f"exposed communication {best.exposed_share:.1%}."
+    )
+
+
+_LEGEND = (
+    "dp: shards x replicas, z: ZeRO stage; tp: s with sequence parallelism; pp: stages x parts; "
+    "mb: sequences of a micro-batch."
+)
+
+
+def _memory_note(choices: Sequence[Candidate]) -> tuple[str, ...]:
+    if choices[0].headroom >= _LITTLE_MEMORY:
+        return ()
+    free = f"1 leaves {max(choices[0].headroom, 0):.1%} of the memory free, which fragmentation"
+    roomy = next(
+        (place for place, each in enumerate(choices) if each.headroom >= _LITTLE_MEMORY), None
+    )
+    if roomy is None:
+        return (f"{free} may exceed; none of these leaves {_LITTLE_MEMORY:.0%}.",)
+    return (f"{free} may exceed: {roomy + 1} is the first that leaves {_LITTLE_MEMORY:.0%}.",)
 
 
 def _count(number: float | None) -> str:
@@ -171,8 +269,7 @@ def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = 
     columns: dict[str, Callable[[BudgetPoint], object]] = {
         "devices": lambda point: f"{point.devices:,}",
         "": lambda point: _marks(found, point),
-        "days": lambda point: f"{point.run.days:.3g}",
-        "90% interval": _days_interval,
+        "days (90%)": lambda point: _with_ends(point.run.days, point.choice.step_time_s),
         "goodput": lambda point: f"{point.run.goodput:.1%}",
         "device-hours": lambda point: _count(point.run.device_hours),
     }
@@ -207,12 +304,6 @@ def _marks(found: Budget, point: BudgetPoint) -> str:
     return ", ".join(name for name, is_marked in marks.items() if is_marked)
 
 
-def _days_interval(point: BudgetPoint) -> str:
-    time = point.choice.step_time_s
-    low, high = (point.run.days * end / time.value for end in interval_ends(time))
-    return f"{low:.3g} to {high:.3g}"
-
-
 def calibrations_table(calibrations: Sequence[FrameworkCalibration]) -> Table:
     """Returns a row per calibration."""
     return Table.of(
@@ -231,6 +322,26 @@ def calibrations_table(calibrations: Sequence[FrameworkCalibration]) -> Table:
     )
 
 
+def next_runs_table(
+    model: str, devices: int, half_width: float, found: Sequence[MeasuredNext]
+) -> Table:
+    """Returns a row per run to measure, the most useful first."""
+    return Table.of(
+        enumerate(found, start=1),
+        {
+            "": lambda each: each[0],
+            "devices": lambda each: f"{each[1].devices:,}",
+            "sequences per step": lambda each: f"{each[1].global_batch:,}",
+            "layout": lambda each: each[1].choice.name,
+            "then": lambda each: f"±{each[1].half_width:.0%}",
+        },
+        caption=(
+            f"Measure next, for {model} on {devices:,} devices: its constants are known to "
+            f"±{half_width:.0%}, and after each of these runs to what the last column says"
+        ),
+    )
+
+
 def _attention_share(calibration: FrameworkCalibration) -> str:
     share = calibration.constants.get("attention_share")
     return "as matmuls" if share is None else f"{share:.0%}"
@@ -244,7 +355,7 @@ def _held_out_error(
 
 
 def _calibrated_interval(calibration: FrameworkCalibration) -> str:
-    if not calibration.residuals:
+    if not calibration.residuals and calibration.half_width_elsewhere is None:
         return "unknown: one model, one number of devices"
     return f"±{np.exp(calibration.half_width()) - 1:.1%}"
 

@@ -9,11 +9,17 @@ from paceline.reports.tables.table import Table
 
 
 def goodput_table(records: Sequence[Record]) -> Table:
-    """Returns a row per recovery policy: its goodput, and a breakdown of the lost time."""
+    """Returns a row per recovery policy: its goodput, and a breakdown of the lost time.
+
+    Destinations of checkpoints whose goodput cannot be told apart share a row.
+    """
     several = len({record.case["devices"] for record in records}) > 1
+    alike = {id(group[0]): group for group in _not_told_apart(records)}
     columns: dict[str, Callable[[Record], object]] = {
         "recovery": lambda record: record.case["recovery"],
-        "saves to": lambda record: record.case["checkpoint"],
+        "saves to": lambda record: ", ".join(
+            str(each.case["checkpoint"]) for each in alike[id(record)]
+        ),
         "spares": lambda record: record.case["spare_hosts"],
         "goodput": _with_error,
         "formula": _percent("formula_goodput"),
@@ -24,14 +30,38 @@ def goodput_table(records: Sequence[Record]) -> Table:
     }
     devices = {"devices": lambda record: f"{record.case['devices']:,}"} if several else {}
     return Table.of(
-        records,
+        [group[0] for group in alike.values()],
         {**devices, **columns},
         caption=(
             ("" if several else f"{records[0].case['devices']:,} devices: ")
             + "share of the devices held, spare hosts included, that trains the model, simulated "
-            "with its 95% interval and in closed form; then where the time went"
+            "with its 95% interval and in closed form; then where the time went; checkpoints to "
+            "several places are one row if their intervals overlap, with the figures of the first"
         ),
     )
+
+
+def _not_told_apart(records: Sequence[Record]) -> list[list[Record]]:
+    """Groups neighbours that differ only in where they save, and whose intervals overlap."""
+    groups: list[list[Record]] = []
+    for record in records:
+        policy = {**record.case, "checkpoint": ""}
+        first = groups[-1][0] if groups else None
+        if (
+            first is not None
+            and {**first.case, "checkpoint": ""} == policy
+            and abs(first.metrics["goodput"].value - record.metrics["goodput"].value)
+            <= _error(first) + _error(record)
+        ):
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    return groups
+
+
+def _error(record: Record) -> float:
+    metric = record.metrics["goodput"]
+    return 0.0 if metric.high is None else metric.high - metric.value
 
 
 def gains_table(records: Sequence[Record], notes: tuple[str, ...] = ()) -> Table:
@@ -101,9 +131,7 @@ def replay_table(records: Sequence[Record], published: float) -> Table:
 
 
 def _with_error(record: Record) -> str:
-    metric = record.metrics["goodput"]
-    error = 0.0 if metric.high is None else metric.high - metric.value
-    return f"{metric.value:.1%} ± {100 * error:.1f}"
+    return f"{record.metrics['goodput'].value:.1%} ± {100 * _error(record):.1f}"
 
 
 def _percent(*metrics: str) -> Callable[[Record], str]:

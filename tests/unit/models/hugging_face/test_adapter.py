@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.accounting.model_config import read_config_json
 from paceline.core.errors import UsageError
 from paceline.models.generation import generate
-from paceline.models.hugging_face import HuggingFaceLM, hugging_face_layout, read_config
+from paceline.models.hugging_face import HuggingFaceLM, hugging_face_layout
 
 transformers = pytest.importorskip("transformers", reason="adapts its models")
 
@@ -55,7 +56,7 @@ def test_text_is_what_transformers_generates(tmp_path: pathlib.Path) -> None:
 
 def test_tied_embeddings_are_in_the_files_once(tmp_path: pathlib.Path) -> None:
     _gpt2().save_pretrained(tmp_path)
-    config, names = hugging_face_layout(read_config(tmp_path))
+    config, names = hugging_face_layout(read_config_json(tmp_path))
     assert config["architectures"] == ["GPT2LMHeadModel"]
     assert names["inner.transformer.wte.weight"] == "transformer.wte.weight"
     assert "inner.lm_head.weight" not in names

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.accounting.model_config import read_config_json
 from paceline.core.errors import UsageError
-from paceline.models.hugging_face import read_config, read_weights, write_model
+from paceline.models.hugging_face import read_weights, write_model
 
 WEIGHTS = {f"layer.{number}": torch.full((10,), float(number)) for number in range(5)}
 SIZES = {name: tensor.nbytes for name, tensor in WEIGHTS.items()}
@@ -67,13 +68,13 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: pathlib.Path)
 
 def test_files_that_are_missing_or_broken_are_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json: no such file"):
-        read_config(tmp_path)
+        read_config_json(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json: not JSON"):
-        read_config(tmp_path)
+        read_config_json(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UsageError, match=r"config\.json: not a JSON object"):
-        read_config(tmp_path)
+        read_config_json(tmp_path)
     with pytest.raises(UsageError, match="pickled weights are not read"):
         read_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"?" * 20)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.accounting.counts import model_flops_per_token
+from paceline.accounting.counts import flops_per_token
 from paceline.cli.main import main
 from paceline.core import ParallelLayout, UsageError, model_preset
 from paceline.core.errors import ShapeError
@@ -126,7 +126,7 @@ def test_terms_have_what_experts_send() -> None:
 def test_mfu_counts_active_weights() -> None:
     asked, peak = _preset("deepseek-v3", 512), H100.peak("bfloat16").value
     best = search(asked, PERFORMANCE, top=1, peak_flops=peak).best
-    flops = model_flops_per_token(asked.shape, asked.experts, 4096) * asked.tokens_per_step
+    flops = flops_per_token(asked.shape, 4096).model * asked.tokens_per_step
     assert best.mfu == pytest.approx(flops / (best.step_time_s.value * best.devices * peak))
     all_saved, active_saved = (
         estimate_run(best, asked.shape, tokens=1e12, held_devices=512, experts=experts)
@@ -247,5 +247,7 @@ def test_the_command_searches_mixtures(capsys: pytest.CaptureFixture[str]) -> No
     )
     assert main([*asked, "--runnable"]) == 2
     assert "does not support mixtures of experts" in capsys.readouterr().err
-    assert main(["plan", "memory", "--model", "qwen3-30B-A3B"]) == 2
-    assert "is a mixture of experts" in capsys.readouterr().err
+    assert main(["plan", "memory", "--model", "qwen3-30B-A3B", "--strategy", "none"]) == 0
+    # Without sharding, 4 bytes for each of 30,532,122,624 parameters.
+    assert "parameters       113.74 GiB" in capsys.readouterr().out
+    assert main(["plan", "step", "--calibration", "none.jsonl", "--model", "qwen3-30B-A3B"]) == 2

@@ -139,3 +139,18 @@ def test_a_longer_sequence_than_the_preset_allows_is_in_the_plan(tmp_path: pathl
     write_exports(tmp_path, _choice(WIDE), asked, "h100-sxm", is_runnable=False)
     plan = decode_plan((tmp_path / "plan.json").read_bytes())
     assert plan.model.max_context_length == 131_072
+
+
+def test_files_say_whose_constants_chose_the_layout(tmp_path: pathlib.Path) -> None:
+    for framework, others in (("torchtitan", "megatron.args"), ("nemo", "torchtitan.toml")):
+        directory = tmp_path / framework
+        write_exports(
+            directory, _choice(WIDE), _asked(), "h100-sxm", is_runnable=False, framework=framework
+        )
+        names = {"megatron.args", "torchtitan.toml"}
+        said = {
+            name
+            for name in names
+            if f"constants of framework {framework}" in (directory / name).read_text()
+        }
+        assert said == {others}

@@ -1,0 +1,54 @@
+"""The explanation of a layout: every line's numbers give the term of the search."""
+
+import json
+import re
+
+import pytest
+
+from paceline.accounting.named_model import find_model
+from paceline.cli.main import main
+from paceline.planner.search.cluster_options import ClusterOptions
+from paceline.planner.search.explanation import explain_choice, term_lines
+from paceline.planner.search.search import search
+
+
+class Options(ClusterOptions):
+    """Options with the device that the command line names."""
+
+    device: str = "h100-sxm"
+
+
+@pytest.mark.parametrize("framework", ["other", "nemo", "torchtitan"])
+@pytest.mark.parametrize(
+    ("model", "devices"), [("llama3-8B", 8), ("llama3-70B", 512), ("qwen3-30B-A3B", 64)]
+)
+def test_every_formula_gives_the_term_of_the_search(
+    model: str, devices: int, framework: str
+) -> None:
+    named, options = find_model(model), Options(framework=framework)
+    spec = options.spec(named.shape, devices, experts=named.experts, runnable=False)
+    performance = options.performance(of_experts=named.experts is not None)
+    for choice in search(spec, performance, top=6).choices:
+        lines = list(term_lines(choice, spec, performance))
+        assert {line.term: pytest.approx(line.seconds, rel=1e-9, abs=1e-12) for line in lines} == (
+            choice.terms_s
+        )
+        explained = explain_choice(choice, spec, performance)
+        assert sum(
+            seconds for term, seconds in explained.values.items() if term in choice.terms_s
+        ) == pytest.approx(choice.step_time_s.value)
+        assert explained.values["peak_bytes"] == pytest.approx(choice.peak_bytes)
+
+
+def test_the_command_prints_formulas_with_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "search", "--model", "llama3-8B", "--devices", "64", "--no-advice"]
+    assert main([*asked, "--explain"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"compute = m \(L / p \(matmul FLOPs / rate", output)
+    assert re.search(r"with +\d+ x \(32 x \([\d.]+ TFLOP / ", output)
+    assert re.search(r"gives [\d.]+ s, [\d.]+% of the step", output)
+    assert "peak memory = states + activations" in output
+    assert main([*asked, "--explain", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    explained = next(row for row in rows if row["kind"] == "explanation")["explanation"]
+    assert explained["values"]["compute_s"] > 0
