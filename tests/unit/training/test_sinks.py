@@ -52,7 +52,6 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 def test_tensorboard_shows_a_resumed_run_once(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _train(_sink(tmp_path, "tensorboard"), 0, 4)
