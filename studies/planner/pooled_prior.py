@@ -18,7 +18,6 @@ from paceline.planner.calibrations.pooled import (
     KnownEffect,
     PooledFile,
     framework_posterior,
-    pooled_path,
     write_pooled,
 )
 from paceline.planner.calibrations.pooling import representative
@@ -58,7 +57,7 @@ def main() -> int:
         half_width_of_experts=_half_widths("planner-experts.jsonl", "experts_mean")["", 0],
         seen_experts=_seen(mixtures),
     )
-    write_pooled(content, pooled_path())
+    write_pooled(content)
     return 0
 
 

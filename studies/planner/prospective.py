@@ -153,29 +153,30 @@ def _grok_run(
     )
 
 
-def _grok_on_gb200() -> Iterator[PublishedRun]:
-    for precision, times in _GROK_ON_GB200.items():
+def _on_gb200(
+    shape: PublishedModel,
+    times_of: dict[str, tuple[float, ...]],
+    *,
+    sequences_per_device: int,
+    **layout: int,
+) -> Iterator[PublishedRun]:
+    for precision, times in times_of.items():
         for devices, seconds in zip((128, 256, 512), times, strict=True):
             yield _run(
-                *("Megatron-Bridge 25.05", "gb200", precision, _grok(64), devices, seconds),
+                *("Megatron-Bridge 25.05", "gb200", precision, shape, devices, seconds),
                 context_length=8192,
-                tensor=4,
-                expert=8,
-                global_batch=2 * devices,
+                global_batch=sequences_per_device * devices,
+                **layout,
             )
+
+
+def _grok_on_gb200() -> Iterator[PublishedRun]:
+    yield from _on_gb200(_grok(64), _GROK_ON_GB200, sequences_per_device=2, tensor=4, expert=8)
 
 
 def _maverick() -> Iterator[PublishedRun]:
-    for precision, times in _MAVERICK_ON_GB200.items():
-        for devices, seconds in zip((128, 256, 512), times, strict=True):
-            yield _run(
-                *("Megatron-Bridge 25.05", "gb200", precision, _MAVERICK, devices, seconds),
-                context_length=8192,
-                pipeline=2,
-                interleave=12,
-                expert=64,
-                global_batch=8 * devices,
-            )
+    layout = {"pipeline": 2, "interleave": 12, "expert": 64}
+    yield from _on_gb200(_MAVERICK, _MAVERICK_ON_GB200, sequences_per_device=8, **layout)
     for precision, seconds in _MAVERICK_ON_H100.items():
         yield _run(
             *("Megatron-Bridge 25.05", "h100-sxm-80gb", precision, _MAVERICK, 512, seconds),

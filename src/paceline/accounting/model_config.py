@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.errors import PacelineError, UsageError, did_you_mean
 from paceline.core.specs import Experts, ModelShape
 
 CONFIG = "config.json"
@@ -45,6 +45,11 @@ class NamedModel(NamedTuple):
     experts: Experts | None = None
     notes: tuple[str, ...] = ()
     """What the model has that is not accounted for."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes as sentences that name the model."""
+        return tuple(f"{self.name}: {note}." for note in self.notes)
 
 
 def read_config_json(directory: pathlib.Path) -> dict[str, Any]:
@@ -103,7 +108,7 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
     n_shared_experts: int | None = None
     moe_intermediate_size: int = 0
     first_k_dense_replace: int = 0
-    decoder_sparse_step: int = 1
+    decoder_sparse_step: _Size = 1
     mlp_only_layers: list[int] | None = None
     # Latent attention.
     q_lora_rank: int | None = None
@@ -332,9 +337,13 @@ def model_of_config(config: Mapping[str, Any], where: str, *, name: str = "custo
             f"known: {', '.join(_TYPES)}; give the dimensions of a similar model instead"
         )
     read = _read(config, kind, where)
-    details, experts = _TYPES[kind].details(read)
-    if experts is not None:
-        details["d_ff"] = experts.active_width(read.num_hidden_layers)
+    try:
+        details, experts = _TYPES[kind].details(read)
+        if experts is not None:
+            details["d_ff"] = experts.active_width(read.num_hidden_layers)
+        shape = _shape(read, details)
+    except PacelineError as error:
+        raise type(error)(f"{where}: {error}") from error
     if read.sliding_window is not None and read.use_sliding_window:
         notes.append(
             f"windows of {read.sliding_window:,} tokens are counted as attention to the whole "
@@ -342,7 +351,7 @@ def model_of_config(config: Mapping[str, Any], where: str, *, name: str = "custo
         )
     if read.num_nextn_predict_layers:
         notes.append("layers that predict further tokens are not counted")
-    return NamedModel(name, _shape(read, details, where), experts, tuple(notes))
+    return NamedModel(name, shape, experts, tuple(notes))
 
 
 def _read(config: Mapping[str, Any], kind: str, where: str) -> _Config:
@@ -364,11 +373,11 @@ def _read(config: Mapping[str, Any], kind: str, where: str) -> _Config:
     return read
 
 
-def _shape(config: _Config, details: Mapping[str, Any], where: str) -> ModelShape:
+def _shape(config: _Config, details: Mapping[str, Any]) -> ModelShape:
     rope = config.rope_parameters or {}
     theta = rope.get("rope_theta", config.rope_theta)
     if theta is not None and not isinstance(theta, (int, float)):
-        raise UsageError(f"{where}: rope_parameters.rope_theta is {theta!r}, not a number")
+        raise UsageError(f"rope_parameters.rope_theta is {theta!r}, not a number")
     epsilons = (config.rms_norm_eps, config.layer_norm_epsilon, config.layer_norm_eps)
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,

@@ -1,10 +1,12 @@
 """Models that a user names, for accounting and planning.
 
-llama3-8B                            a preset (`paceline.core.presets`)
-DIRECTORY or DIRECTORY/config.json   a model of Hugging Face; only its config.json is read
-FILE.toml                            the table [model]: fields of `ModelShape`, a preset that
-they change, and [model.experts]
-d_model=4096,num_layers=32,...       fields of `ModelShape`; experts.width=768 of `Experts`
+A model is named in one of four ways:
+
+    llama3-8B                            a preset (`paceline.core.presets`)
+    DIRECTORY or DIRECTORY/config.json   a model of Hugging Face; only its config.json is read
+    FILE.toml                            the table [model]: fields of `ModelShape`, a preset that
+                                         they change, and [model.experts]
+    d_model=4096,num_layers=32,...       fields of `ModelShape`; experts.width=768 of `Experts`
 """
 
 import dataclasses
@@ -88,9 +90,10 @@ def _model_of_dimensions(name: str, model: Mapping[str, Any], where: str) -> Nam
     try:
         if experts is not None and not isinstance(experts, Experts):
             experts = _convert(experts, Experts)
-        if experts is not None:
-            layers = fields.get("num_layers", base.get("num_layers", 1))
-            fields.setdefault("d_ff", experts.active_width(layers))
+        if experts is not None and "d_ff" not in fields:
+            # The number of layers is checked before the active width is divided by it.
+            shape = _convert(base | fields | {"d_ff": experts.width}, ModelShape)
+            fields["d_ff"] = experts.active_width(shape.num_layers)
         shape = _convert(base | fields, ModelShape)
     except (msgspec.ValidationError, TypeError) as error:
         raise UsageError(f"{where}: {error}") from error

@@ -105,18 +105,18 @@ class ShapeOverrides:
     """Reuse the embedding's weights in the output layer."""
 
     def apply(self, name: str) -> tuple[str, ModelShape]:
-        """Returns the unchanged preset, or the modified shape under the name custom."""
-        shape = self.change(model_preset(name))
-        return (name if shape == model_preset(name) else "custom"), shape
+        """Returns a preset with these dimensions, under the name custom if they change it."""
+        return self.change(name, model_preset(name))
 
-    def change(self, shape: ModelShape) -> ModelShape:
-        """Returns a shape with these dimensions."""
+    def change(self, name: str, shape: ModelShape) -> tuple[str, ModelShape]:
+        """Returns a shape with these dimensions, under the name custom if they change it."""
         replaced = {
             field: value
             for field, value in dataclasses.asdict(self).items()
             if value is not None and value is not False
         }
-        return dataclasses.replace(shape, **replaced)
+        changed = dataclasses.replace(shape, **replaced)
+        return (name if changed == shape else "custom"), changed
 
     def resolve(self, name: str, context: int) -> tuple[str, ModelShape]:
         """Returns name and shape of a model that can be built and has contexts of that length."""

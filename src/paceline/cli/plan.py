@@ -115,7 +115,8 @@ class MemoryCommand:
         from paceline.reports.tables.planning import instants_text
 
         model = find_model(self.model)
-        model = model._replace(shape=self.shape.change(model.shape))
+        name, shape = self.shape.change(model.name, model.shape)
+        model = model._replace(name=name, shape=shape)
         context = self.context or model.shape.max_context_length
         require_context(model.name, model.shape, context)
         plan = step_plan(
@@ -136,7 +137,7 @@ class MemoryCommand:
             title = f"{model.name} under {self.strategy}, fullest of {self.world_size} ranks"
             save_as(plot_memory_plan(instants, title=title, device=device), self.figure)
         explanation = explain_memory(plan, self.world_size, device=device)
-        texts = [instants_text(instants), explanation.render(), *model.notes]
+        texts = [instants_text(instants), explanation.render(), *model.remarks]
         if device is not None:
             verdict = str(fit_on_device(plan, self.world_size, device))
             texts.insert(0, verdict.replace("does_not_fit", "does not fit"))

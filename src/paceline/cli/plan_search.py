@@ -91,7 +91,7 @@ class SearchCommand:
         runs = None if tokens is None else self._estimate_runs(result, tokens)
         compared = [compare(each, result.best, spec, performance, peak) for each in self.compare]
         notes = [*([] if runs is None else planning.run_lines(runs[0])), performance.note]
-        notes += [f"{model.name}: {note}." for note in model.notes]
+        notes += model.remarks
         if self.runnable:
             notes.append("These rates are not those of paceline train: measure, or use plan step.")
         rows = self._rows(result, runs)
@@ -235,7 +235,7 @@ class BudgetCommand:
             price=self.cluster.price,
             device_interval_h=self.cluster.failure_interval_h,
         )
-        notes = (performance.note, *(f"{model.name}: {note}." for note in model.notes))
+        notes = (performance.note, *model.remarks)
         table = budget_table(found, _model_text(model), self.cluster.device, notes)
         rows = [
             {

@@ -184,6 +184,8 @@ class Experts:
     """Whether the experts' matrices and the router have biases."""
 
     def __post_init__(self) -> None:
+        require_at_least(self, 1, "width")
+        require_at_least(self, 0, "shared_width", "num_dense_layers", "dense_width")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise UsageError(
                 f"Experts.experts_per_token is {self.experts_per_token} of {self.num_experts} "

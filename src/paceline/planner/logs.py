@@ -22,20 +22,20 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paceline.core.errors import DataError, UsageError
 
-_SERIES: dict[str, tuple[str, float]] = {
-    "throughput(tps)": ("tokens/s/device", 1),
-    "tps": ("tokens/s/device", 1),
-    "time_metrics/end_to_end(s)": ("s/iteration", 1),
-    "train_step_timing in s": ("s/iteration", 1),
-    "iteration-time": ("s/iteration", 1),
-    "step_time_s": ("s/iteration", 1),
+_SERIES: dict[str, str] = {
+    "throughput(tps)": "tokens/s/device",
+    "tps": "tokens/s/device",
+    "time_metrics/end_to_end(s)": "s/iteration",
+    "train_step_timing in s": "s/iteration",
+    "iteration-time": "s/iteration",
+    "step_time_s": "s/iteration",
 }
-"""Names of series, with the unit of a row and the factor to it; the first that exists is taken."""
+"""Names of series, with their unit in a row; the first that exists is taken."""
 
 _NUMBER = r"([0-9][0-9,]*\.?[0-9]*(?:e[-+]?[0-9]+)?)"
 _LINES: tuple[tuple[str, str, float], ...] = (
@@ -56,9 +56,7 @@ class LoggedRun:
     unit: str
     """The unit of `measured`, as in a row."""
     measured: float
-    num_steps: int
-    """Number of steps that the value is the median of."""
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of a row that the log states."""
 
 
@@ -73,36 +71,32 @@ def read_log(path: pathlib.Path) -> LoggedRun:
     if ".tfevents." in path.name:
         return _of_series(_tensorboard(path), path)
     text = path.read_text(encoding="utf-8", errors="replace")
-    for read in (_of_record_text, _of_history, _of_csv, _of_lines):
-        found = read(text, path)
-        if found is not None:
-            return found
+    if objects := _objects(text):
+        if objects[0].get("kind") == "training_run":
+            return _of_record(path)
+        return _of_history(objects, path)
+    found = _of_csv(text, path) or _of_lines(text)
+    if found is not None:
+        return found
     raise DataError(
         f"{path}: no step times in it; known are logs of torchtitan, Megatron-LM, Megatron-Bridge "
         "and NeMo, event files of TensorBoard, exports of Weights & Biases, and records of Paceline"
     )
 
 
-def _logged(
-    values: list[float], unit: str, factor: float, fields: Mapping[str, Any] | None = None
-) -> LoggedRun:
+def _median_after_start(values: list[float]) -> float:
     skipped = min(max(1, round(_SKIPPED * len(values))), len(values) - 1)
-    kept = values[skipped:]
-    return LoggedRun(
-        unit=unit,
-        measured=statistics.median(kept) * factor,
-        num_steps=len(kept),
-        fields=fields or {},
-    )
+    return statistics.median(values[skipped:])
 
 
-def _of_lines(text: str, path: pathlib.Path) -> LoggedRun | None:
+def _of_lines(text: str) -> LoggedRun | None:
     plain = _COLOURS.sub("", text)
     for pattern, unit, factor in _LINES:
         values = [float(found.replace(",", "")) for found in re.findall(pattern, plain)]
         values = [value for value in values if value > 0]
         if values:
-            return _logged(values, unit, factor, _megatron_fields(plain))
+            measured = _median_after_start(values) * factor
+            return LoggedRun(unit=unit, measured=measured, fields=_megatron_fields(plain))
     return None
 
 
@@ -116,6 +110,7 @@ _MEGATRON: dict[str, str] = {
     "context_parallel_size": "context",
     "expert_model_parallel_size": "expert",
     "data_parallel_size": "data",
+    "virtual_pipeline_model_parallel_size": "interleave",
 }
 """Arguments of Megatron-LM by the field of a row that they are."""
 
@@ -127,8 +122,6 @@ def _megatron_fields(text: str) -> dict[str, Any]:
         for name, field in _MEGATRON.items()
         if arguments.get(name, "").isdecimal()
     }
-    if (parts := arguments.get("virtual_pipeline_model_parallel_size", "")).isdecimal():
-        fields["interleave"] = int(parts)
     for name, field, values in (
         ("sequence_parallel", "sequence_parallel", {"True": True, "False": False}),
         ("use_distributed_optimizer", "zero", {"True": 1, "False": 0}),
@@ -144,7 +137,7 @@ def _of_csv(text: str, path: pathlib.Path) -> LoggedRun | None:
     rows = list(csv.reader(io.StringIO(text)))
     if len(rows) < 2 or len(rows[0]) < 2:
         return None
-    for name, (unit, factor) in _SERIES.items():
+    for name, unit in _SERIES.items():
         places = [
             place
             for place, header in enumerate(rows[0])
@@ -157,15 +150,12 @@ def _of_csv(text: str, path: pathlib.Path) -> LoggedRun | None:
         if places:
             cells = (row[places[0]] for row in rows[1:] if len(row) > places[0])
             values = [value for value in map(_positive, cells) if value is not None]
-            return _logged(values, unit, factor) if values else None
+            return LoggedRun(unit=unit, measured=_median_after_start(values)) if values else None
     return None
 
 
-def _of_history(text: str, path: pathlib.Path) -> LoggedRun | None:
-    """Reads a run's history: a JSON object of metrics per line."""
-    rows = list(_objects(text))
-    if not rows:
-        return None
+def _of_history(rows: Iterable[Mapping[str, Any]], path: pathlib.Path) -> LoggedRun:
+    """Reads a run's history: an object of metrics per step."""
     series: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -175,19 +165,12 @@ def _of_history(text: str, path: pathlib.Path) -> LoggedRun | None:
 
 
 def _of_series(series: Mapping[str, list[float]], path: pathlib.Path) -> LoggedRun:
-    for name, (unit, factor) in _SERIES.items():
+    for name, unit in _SERIES.items():
         for known, values in series.items():
             if known == name or known.endswith(f"/{name}"):
-                return _logged(values, unit, factor)
+                return LoggedRun(unit=unit, measured=_median_after_start(values))
     shown = ", ".join(list(series)[:8]) or "none"
     raise DataError(f"{path}: none of the series {', '.join(_SERIES)} is in it; it has {shown}")
-
-
-def _of_record_text(text: str, path: pathlib.Path) -> LoggedRun | None:
-    first = next(_objects(text), None)
-    if first is None or first.get("kind") != "training_run":
-        return None
-    return _of_record(path)
 
 
 _CASE = {
@@ -209,7 +192,6 @@ def _of_record(path: pathlib.Path) -> LoggedRun:
     return LoggedRun(
         unit="s/iteration",
         measured=record.metrics["step_time_s"].value,
-        num_steps=len(record.metrics["step_time_s"].samples or ()),
         fields={"framework": "paceline", **fields},
     )
 
@@ -227,18 +209,18 @@ def _tensorboard(path: pathlib.Path) -> dict[str, list[float]]:
     return {name: [float(each.value) for each in read(name)] for name in events.Tags()["scalars"]}
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yields JSON objects, one per line; none if any line is something else."""
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Returns JSON objects, one per line; none if any line is something else."""
     found = []
     for line in filter(str.strip, text.splitlines()):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            return
+            return []
         if not isinstance(row, dict):
-            return
+            return []
         found.append(row)
-    yield from found
+    return found
 
 
 def _positive(value: Any) -> float | None:

@@ -8,9 +8,9 @@ The data set has three files. `sources.json` holds each source and the fields th
 `models.json` holds the dimensions of each model. `runs.csv` holds the remaining fields, one line
 per measurement. User rows are JSON Lines with the same fields, or with a `log`
 (`paceline.planner.logs`) instead of a measured value. Their model is a name in `models.json`, a
-preset, or given as `shape`. An unknown field, a value of the wrong type or an
-impossible number raises an error that names the file and the line. The data set contains figures,
-which are facts, with their sources. It copies no text from them.
+preset, or given as `shape`. An unknown field, a value of the wrong type or an impossible number
+raises an error that names the file and the line. The data set contains figures, which are facts,
+with their sources. It copies no text from them.
 """
 
 import csv

@@ -17,7 +17,7 @@ from paceline.accounting.memory.step import MemoryParts, StepPlan
 from paceline.accounting.model_config import NamedModel
 from paceline.core.errors import ShapeError
 from paceline.core.plan import ParallelLayout
-from paceline.core.specs import Experts, require_buildable
+from paceline.core.specs import Experts, ModelShape, require_buildable
 from paceline.core.strategies import sharding_of
 from paceline.predict.cost.layouts import Layouts, Workload
 from paceline.predict.cost.memory import LayoutMemory, layout_memory
@@ -25,13 +25,17 @@ from paceline.predict.cost.memory import LayoutMemory, layout_memory
 
 def step_plan(model: NamedModel, **settings: Any) -> StepPlan:
     """Returns the plan of a step of a model; `settings` are the other fields of `StepPlan`."""
+    if model.experts is None and _is_buildable(model.shape):
+        return StepPlan(shape=model.shape, **settings)
+    return AnyModelStepPlan(shape=model.shape, experts=model.experts, **settings)
+
+
+def _is_buildable(shape: ModelShape) -> bool:
     try:
-        require_buildable(model.shape)
+        require_buildable(shape)
     except ShapeError:
-        return AnyModelStepPlan(shape=model.shape, experts=model.experts, **settings)
-    if model.experts is not None:
-        return AnyModelStepPlan(shape=model.shape, experts=model.experts, **settings)
-    return StepPlan(shape=model.shape, **settings)
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -110,19 +110,24 @@ def test_models_of_other_kinds_are_refused_with_what_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        ({"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
-        ({"vocab_size": None}, "missing required field `vocab_size`"),
-        ({"intermediate_size": None}, "intermediate_size is missing"),
-        ({"num_attention_heads": 0}, r"Expected `int` >= 1 - at `\$.num_attention_heads`"),
-        ({"num_key_value_heads": 3}, "num_kv_heads"),
-        ({"rope_parameters": {"rope_theta": "far"}}, "rope_theta is 'far', not a number"),
+        ("Llama 3 8B", {"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
+        ("Llama 3 8B", {"vocab_size": None}, "missing required field `vocab_size`"),
+        ("Llama 3 8B", {"intermediate_size": None}, "intermediate_size is missing"),
+        ("Llama 3 8B", {"num_attention_heads": 0}, r"`int` >= 1 - at `\$.num_attention_heads`"),
+        ("Llama 3 8B", {"num_key_value_heads": 3}, "num_kv_heads"),
+        ("Llama 3 8B", {"rope_parameters": {"rope_theta": "far"}}, "is 'far', not a number"),
+        ("Qwen3 30B A3B", {"decoder_sparse_step": 0}, r"`int` >= 1 - at `\$.decoder_sparse_step`"),
+        ("Qwen3 30B A3B", {"moe_intermediate_size": 0}, "Experts.width is 0"),
+        ("Qwen3 30B A3B", {"num_experts_per_tok": 129}, "experts_per_token"),
     ],
 )
-def test_damaged_files_are_errors_of_one_line(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(PacelineError, match=message):
-        model_of_config(CONFIGS["Llama 3 8B"] | change, "x")
+def test_damaged_files_are_errors_of_one_line(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PacelineError, match=rf"^x: .*{message}"):
+        model_of_config(CONFIGS[name] | change, "x")
 
 
 def test_a_model_is_named_by_preset_file_directory_or_dimensions(tmp_path: pathlib.Path) -> None:
@@ -177,6 +182,7 @@ def test_experts_are_dimensions_too(tmp_path: pathlib.Path) -> None:
         ("d_model=wide,num_layers=1,num_heads=1,d_ff=1,vocab_size=1", "Expected `int`, got `str`"),
         ("d_modell=4096", "unknown field 'd_modell'; did you mean 'd_model'"),
         ("d_model=100,num_layers=1,num_heads=3,d_ff=1,vocab_size=1", "not divisible by num_heads"),
+        ("preset=qwen3-30B-A3B,num_layers=0", "num_layers"),
     ],
 )
 def test_names_that_mean_nothing_get_the_remedy(named: str, message: str) -> None:

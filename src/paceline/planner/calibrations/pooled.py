@@ -101,16 +101,10 @@ def pooled() -> PooledFile:
     return msgspec.json.decode(_PATH.read_bytes(), type=PooledFile)
 
 
-def pooled_path() -> pathlib.Path:
-    """Returns the path of the data file."""
-    return _PATH
-
-
-def write_pooled(content: PooledFile, path: pathlib.Path) -> None:
-    """Writes the data file with few digits, so that changes of it can be read."""
-    plain = msgspec.to_builtins(content)
-    text = msgspec.json.encode(_rounded(plain))
-    path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
+def write_pooled(content: PooledFile) -> None:
+    """Writes the bundled prior with few digits, so that changes of it can be read."""
+    text = msgspec.json.encode(_rounded(msgspec.to_builtins(content)))
+    _PATH.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
 
 
 def _rounded(value: object) -> object:
@@ -180,29 +174,17 @@ _NEWEST = Effect("slowdown", "release", "26.06")
 
 def expert_calibration(framework: str, device: str, precision: str) -> FrameworkCalibration:
     """Returns the calibration of a framework's mixtures of experts, as of its newest release."""
-    require_predictable(find_device(device), precision)
-    content, variant = pooled(), Variant(device, precision)
-    effects = {each.effect: each.mean for each in content.effects}
-    effects |= {each.effect: each.mean for each in content.experts.effects}
-    its = effects_of_variant(variant)
-    half_width = content.half_width_of_experts
-    if framework == _OF_EXPERTS:
-        its = (*its, _NEWEST)
-    else:
-        # Two uncertainties: of the mixture, and of a framework that has run none.
-        half_width = math.hypot(half_width, content.half_width(0))
-    values = {name: math.exp(mean) for name, mean in content.experts.constants.items()}
-    found = with_effects(values, effects, its)
-    return FrameworkCalibration(
-        name=f"{framework}-experts-{device}-{precision}",
-        framework=framework,
-        device=device,
-        precision=precision,
-        constants={name: float(value) for name, value in found.items()},
-        rows=(),
-        residuals=(),
-        half_width_elsewhere=half_width,
-        rows_elsewhere=content.experts.rows if framework == _OF_EXPERTS else 0,
+    content = pooled()
+    has_run_some = framework == _OF_EXPERTS
+    # Two uncertainties else: of the mixture, and of a framework that has run none.
+    of_framework = 0.0 if has_run_some else content.half_width(0)
+    return _calibration(
+        f"{framework}-experts-{device}-{precision}",
+        *(framework, device, precision),
+        known=content.experts,
+        further=(_NEWEST,) if has_run_some else (),
+        half_width=math.hypot(content.half_width_of_experts, of_framework),
+        rows=content.experts.rows if has_run_some else 0,
         seen=content.seen_experts,
     )
 
@@ -212,29 +194,53 @@ def unmeasured_calibration(framework: str, device: str, precision: str) -> Frame
 
     A framework that has runs elsewhere keeps its constants; any other has those that all share.
     """
-    require_predictable(find_device(device), precision)
-    content, variant = pooled(), Variant(device, precision)
+    content = pooled()
     known = content.frameworks.get(framework)
-    means = {name: each.mean for name, each in content.constants.items()}
-    effects = {each.effect: each.mean for each in content.effects}
+    of_all = FrameworkPosterior(
+        rows=0, constants={name: each.mean for name, each in content.constants.items()}, effects=()
+    )
     half_width = content.half_width(0)
     if known is not None:
-        means = known.constants
-        effects |= {each.effect: each.mean for each in known.effects}
         half_width = min(half_width, content.half_width_of_new_device)
-    values = {name: math.exp(mean) for name, mean in means.items()}
-    its = with_effects(values, effects, effects_of_variant(variant))
+    return _calibration(
+        f"{framework}-{device}-{precision}",
+        *(framework, device, precision),
+        known=of_all if known is None else known,
+        half_width=half_width,
+        rows=0 if known is None else known.rows,
+        seen=content.seen,
+    )
+
+
+def _calibration(
+    name: str,
+    framework: str,
+    device: str,
+    precision: str,
+    *,
+    known: FrameworkPosterior,
+    further: tuple[Effect, ...] = (),
+    half_width: float,
+    rows: int,
+    seen: dict[str, tuple[float, float]],
+) -> FrameworkCalibration:
+    """Returns a calibration without rows of its own, from what is `known` of a framework."""
+    require_predictable(find_device(device), precision)
+    effects = {each.effect: each.mean for each in (*pooled().effects, *known.effects)}
+    values = {name: math.exp(mean) for name, mean in known.constants.items()}
+    its = (*effects_of_variant(Variant(device, precision)), *further)
+    constants = with_effects(values, effects, its)
     return FrameworkCalibration(
-        name=f"{framework}-{device}-{precision}",
+        name=name,
         framework=framework,
         device=device,
         precision=precision,
-        constants={name: float(value) for name, value in its.items()},
+        constants={name: float(value) for name, value in constants.items()},
         rows=(),
         residuals=(),
         half_width_elsewhere=half_width,
-        rows_elsewhere=0 if known is None else known.rows,
-        seen=content.seen,
+        rows_elsewhere=rows,
+        seen=seen,
     )
 
 
