@@ -41,12 +41,21 @@ def _steps(run: pathlib.Path) -> list[int]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("paceline", "train", "run.toml"),
-        ("paceline", "train", "run.toml", "--ranks", "2"),
-        ("paceline", "train", "run.toml", "--ranks", "2", "--supervise"),
-        ("torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline", "train", "run.toml"),
+        pytest.param(("paceline", "train", "run.toml"), id="alone"),
+        pytest.param(
+            ("paceline", "train", "run.toml", "--ranks", "2"), id="ranks", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("paceline", "train", "run.toml", "--ranks", "2", "--supervise"), id="supervised"
+        ),
+        pytest.param(
+            (
+                *("torch.distributed.run", "--nproc-per-node", "2"),
+                *("-m", "paceline", "train", "run.toml"),
+            ),
+            id="torchrun",
+        ),
     ],
-    ids=["alone", "ranks", "supervised", "torchrun"],
 )
 def test_a_second_train_is_refused_and_after_kill_9_the_next_goes_on(
     place: pathlib.Path,
