@@ -82,8 +82,10 @@ def _answer_in_child(request: dict[str, Any], shared: memoryview, answer_file: I
     """Runs the tests of a request, and writes the answer."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The server of the parent forks the ranks; only the parent may wait for it.
+    # The server of the parent forks the ranks; only the parent may wait for it. The module has the
+    # method under a name of its own.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver.ensure_running = lambda: None
     answer: dict[str, Any]
     if request.get("note"):
         notes = _Notes(shared)
