@@ -99,8 +99,7 @@ def measured_bytes(run: PublishedRun) -> float | None:
 
 
 def predict_peaks(cases: list[Case]) -> list[PredictedPeak]:
-    """Predicts all rows except mixtures of experts, whose memory is not accounted for."""
-    cases = [case for case in cases if case.experts is None]
+    """Predicts all rows."""
     columns = np.zeros((3, len(cases)))
     for group in group_cases(cases):
         lean = dataclasses.replace(
@@ -191,7 +190,8 @@ def main() -> int:
     for peak in held_out(peaks):
         run = peak.case.run
         outcome = "out of memory" if run.unit == "OOM" else "ran"
-        key = (peak.case.family, outcome, peak.verdict)
+        framework = peak.case.framework if peak.case.experts is not None else peak.case.family
+        key = (framework, outcome, peak.verdict)
         counts[key] = counts.get(key, 0) + 1
         is_unexpected = peak.verdict == ("fits" if run.unit == "OOM" else "refused")
         if peak.measured is None and run.unit != "OOM" and not is_unexpected:
@@ -203,7 +203,7 @@ def main() -> int:
             metrics["capacity_bytes"] = peak.capacity
         case = {
             "run": run.id,
-            "framework": peak.case.family,
+            "framework": framework,
             "model": run.model,
             "outcome": outcome,
             "verdict": peak.verdict,
