@@ -32,6 +32,7 @@ from studies.planner.search_tables import (
 from studies.planner.unseen_tables import (
     after_runs_table,
     experts_table,
+    known_table,
     plot_after_runs,
     unseen_table,
 )
@@ -62,6 +63,7 @@ def tables() -> dict[str, Table]:
         "planner-ablation": ablation_table(validation),
         "planner-unseen": unseen_table(read("planner-unseen")),
         "planner-after-runs": after_runs_table(read("planner-unseen")),
+        "planner-known": known_table(read("planner-known")),
         "planner-experts": experts_table(read("planner-experts")),
         "planner-memory": published_memory_table(read("planner-memory")),
         "step-backtest": backtest_table(held_out, counted=counted),

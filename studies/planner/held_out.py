@@ -1,8 +1,9 @@
 """Held-out predictions of published runs, with intervals, by source.
 
 Each row of a pool is predicted by a fit to the other models. Its interval comes from the residuals
-of the other models in the pool, with the ranges and widening of `FrameworkCalibration.interval`. A
-row is covered if its measured time lies inside the interval.
+of the other models in the pool or, for a pool that is drawn from what frameworks share, from the
+errors on other pools, with the ranges and widening of `FrameworkCalibration.interval`. A row is
+covered if its measured time lies inside the interval.
 """
 
 import dataclasses
@@ -18,8 +19,12 @@ from paceline.planner.calibrations.fit import (
     fit_cases,
     held_out_by,
     predict_held_out,
+    residuals_of,
 )
 from paceline.planner.calibrations.parameters import terms_of
+from paceline.planner.calibrations.pooled import drawn_calibrations
+from paceline.planner.calibrations.prior import PooledPrior
+from paceline.planner.calibrations.relatives import fit_with_relatives
 
 _SOURCES = {
     "vtrain": "vTrain, 64 to 512 A100",
@@ -28,7 +33,6 @@ _SOURCES = {
     "internevo": "InternEvo, A100",
     "torchtitan": "torchtitan, H100 and H200",
     "megatron-bridge": "Megatron-Bridge, dense models",
-    "megatron-bridge-experts": "Megatron-Bridge, experts",
     "nemo-h100-sxm-bfloat16": "NeMo, H100 BF16",
     "nemo-h100-sxm-float8": "NeMo, H100 FP8",
     "nemo-blackwell": "NeMo, B200 and GB200",
@@ -63,11 +67,44 @@ class PoolResult:
 
 
 def validate_pool(cases: Sequence[Case], *, without: str | None = None) -> PoolResult:
-    """Fits a pool and predicts each model held out. `without` names a term to omit."""
+    """Fits a pool by itself and predicts each model held out. `without` names a term to omit."""
     terms = tuple(term for term in terms_of(cases[0].pool) if term != without)
     fit = fit_cases(cases, terms=terms)
     predicted = predict_held_out(cases, terms=terms)
-    made = calibrations_of(cases, fit, predicted)
+    return _result(cases, predicted, calibrations_of(cases, fit, predicted))
+
+
+def validate_drawn_pool(
+    cases: Sequence[Case], relatives: Sequence[Case], prior: PooledPrior
+) -> PoolResult:
+    """Draws the prior to a pool and its relatives, and predicts each model without its rows."""
+    folds = held_out_by(cases)
+    predicted = np.full(len(cases), np.nan)
+    for fold in sorted(set(folds)):
+        index = [number for number, its in enumerate(folds) if its == fold]
+        tested = [cases[number] for number in index]
+        others = [case for case, its in zip(cases, folds, strict=True) if its != fold]
+        if others:
+            predicted[index] = predict_drawn(prior, others, relatives, tested)
+    made = drawn_calibrations(
+        cases, relatives, prior=prior, residuals=residuals_of(cases, predicted)
+    )
+    return _result(cases, predicted, made)
+
+
+def predict_drawn(
+    prior: PooledPrior, rows: Sequence[Case], relatives: Sequence[Case], tested: Sequence[Case]
+) -> Array:
+    """Returns the seconds of runs, from other rows and relatives' runs of other models."""
+    models = {case.run.model for case in tested}
+    beside = [case for case in relatives if case.run.model not in models]
+    posterior = fit_with_relatives(prior, rows, beside, also=[case.variant for case in tested])
+    return np.exp(posterior.predict(tested)[0])
+
+
+def _result(
+    cases: Sequence[Case], predicted: Array, made: Sequence[FrameworkCalibration]
+) -> PoolResult:
     low, high = _intervals(cases, predicted, made)
     return PoolResult(
         pool=cases[0].pool,
@@ -96,16 +133,18 @@ def _intervals(
         for group in group_cases(inside):
             variant = (group.variant.device, group.variant.dtype)
             alike = [case for case in others if case.variant[:2] == variant] or others
-            calibration = msgspec.structs.replace(
-                by_variant.get(variant, made[0]),
-                residuals=tuple(
-                    each
-                    for calibration in _first(by_variant, variant, made)
-                    for each in calibration.residuals
-                    if each.row in rows
-                ),
-                seen=ranges([(each.layouts, each.workload) for each in group_cases(alike)]),
-            )
+            calibration = by_variant.get(variant, made[0])
+            if calibration.half_width_elsewhere is None:
+                calibration = msgspec.structs.replace(
+                    calibration,
+                    residuals=tuple(
+                        each
+                        for its in _first(by_variant, variant, made)
+                        for each in its.residuals
+                        if each.row in rows
+                    ),
+                    seen=ranges([(each.layouts, each.workload) for each in group_cases(alike)]),
+                )
             factors = calibration.interval(group.layouts, group.workload)
             place = index[group.index]
             low[place] = predicted[place] * factors[0]

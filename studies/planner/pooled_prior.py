@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m studies.planner.pooled_prior --keep priors.pickle
 
-Half-widths of intervals are those of `results/planner-unseen.jsonl` and
-`results/planner-experts.jsonl`, which `studies.planner.unseen` and `studies.planner.experts` write.
-`--keep` takes the priors that these studies have fitted.
+Half-widths of intervals are those of `results/planner-unseen.jsonl`, `planner-known.jsonl` and
+`planner-experts.jsonl`, which the studies of these names write. `--keep` takes the priors that they
+have fitted.
 """
 
 import argparse
@@ -51,6 +51,7 @@ def main() -> int:
             count: width for (how, count), width in unseen.items() if how in ("none", "random")
         },
         half_width_of_new_device=unseen[NEW_DEVICE, 0],
+        half_width_of_drawn=_half_widths("planner-known.jsonl", "known_mean")["drawn", 0],
         seen=_seen(dense),
         frameworks=frameworks,
         experts=framework_posterior(mixtures, expert_prior(priors).fit(mixtures)),

@@ -1,9 +1,10 @@
 """Tables and plot of frameworks that the planner has not seen, from the records of the studies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from matplotlib.figure import Figure
 
+from paceline.planner.calibrations.relatives import DRAWN
 from paceline.records import Record
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 from paceline.reports.tables.table import Table
@@ -70,6 +71,37 @@ def _runs_text(how: str, count: int) -> str:
     if how == _NEW_DEVICE:
         return "all on its other devices"
     return f"{count}, {how}" if count else "none"
+
+
+def known_table(records: Sequence[Record]) -> Table:
+    """Returns a row per pool of runs: its held-out errors by way to fit it, and the one it has."""
+    by_pool: dict[str, dict[str, Record]] = {}
+    for each in records:
+        if each.case["study"] == "known":
+            by_pool.setdefault(str(each.case["source"]), {})[str(each.case["how"])] = each
+
+    def error(how: str) -> Callable[[str], str]:
+        return lambda pool: (
+            f"{_value(by_pool[pool][how], 'mean_error'):.1%}" if how in by_pool[pool] else ""
+        )
+
+    return Table.of(
+        sorted(by_pool),
+        {
+            "runs": lambda pool: pool,
+            "rows": lambda pool: f"{_value(by_pool[pool]['own'], 'rows'):,.0f}",
+            "by themselves": error("own"),
+            "drawn, without relatives": error("pooled"),
+            "drawn": error("drawn"),
+            "nested choice": error("nested"),
+            "inside 90% if drawn": lambda pool: f"{_value(by_pool[pool]['drawn'], 'coverage'):.0%}",
+            "calibration": lambda pool: "drawn" if pool in DRAWN else "by themselves",
+        },
+        caption=(
+            "Mean errors of step times with the model held out, from a fit of the framework's runs "
+            "by themselves and from the prior of all frameworks, drawn to its runs"
+        ),
+    )
 
 
 def experts_table(records: Sequence[Record]) -> Table:

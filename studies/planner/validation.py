@@ -1,10 +1,11 @@
-"""Predicts the published runs with each model held out; records errors, coverage and regret.
+"""Predicts published runs of dense models, each held out; records errors, coverage and regret.
 
     OMP_NUM_THREADS=1 python -m studies.planner.validation results/planner-validation.jsonl
 
---calibrations also writes the fitted calibrations, --without drops one term from every fit to
-record its effect, and --pools selects some pools. Appends `planner_validation` records to the
-store: accuracy and regret by source.
+Pools of `relatives.DRAWN` are drawn from what the other frameworks share; --keep takes the priors
+that `studies.planner.unseen` has fitted. --calibrations also writes the fitted calibrations,
+--without drops one term from every fit of rows by themselves to record its effect, and --pools
+selects some pools. Appends `planner_validation` records: accuracy and regret by source.
 """
 
 import pathlib
@@ -15,11 +16,13 @@ import numpy as np
 from paceline.planner.calibrations.calibration import write_calibrations
 from paceline.planner.calibrations.cases import predictable
 from paceline.planner.calibrations.parameters import terms_of
+from paceline.planner.calibrations.relatives import DRAWN, relatives_of
 from paceline.planner.published import published_runs
 from studies.harness.records import append_record
 from studies.harness.study import study_parser
-from studies.planner.held_out import PoolResult, validate_pool
+from studies.planner.held_out import PoolResult, validate_drawn_pool, validate_pool
 from studies.planner.regret import sweep_regrets
+from studies.planner.unseen import FrameworkPriors
 
 LEAST_ROWS = 6
 
@@ -70,16 +73,23 @@ def main() -> int:
     parser.add_argument("--calibrations", type=pathlib.Path)
     parser.add_argument("--without", default="")
     parser.add_argument("--pools", nargs="*", default=[])
+    parser.add_argument("--keep", type=pathlib.Path, help="file for fitted priors")
     arguments = parser.parse_args()
+    everything = [case for case in predictable(published_runs()) if case.experts is None]
+    priors = FrameworkPriors(everything, arguments.keep)
     pools: dict[str, list] = {}
-    for case in predictable(published_runs()):
+    for case in everything:
         pools.setdefault(case.pool, []).append(case)
     results = []
     for pool, cases in sorted(pools.items()):
-        skipped = arguments.without and arguments.without not in terms_of(pool)
+        skipped = arguments.without and (pool in DRAWN or arguments.without not in terms_of(pool))
         if len(cases) < LEAST_ROWS or skipped or (arguments.pools and pool not in arguments.pools):
             continue
-        results.append(validate_pool(cases, without=arguments.without or None))
+        if pool in DRAWN and not arguments.without:
+            prior = priors.without(cases[0].framework)
+            results.append(validate_drawn_pool(cases, relatives_of(cases, everything), prior))
+        else:
+            results.append(validate_pool(cases, without=arguments.without or None))
         print(pool, len(cases), accuracy(pool, results[-1:]), regret(results[-1:]), flush=True)
     names = sorted({each.source for each in results})
     for name in [*names, *([] if arguments.without or arguments.pools else ["all"])]:

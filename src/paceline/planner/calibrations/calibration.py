@@ -71,7 +71,7 @@ class FrameworkCalibration(
     network_bytes_per_s: float | None = None
     """Bandwidth of a device between hosts that the rows' source states; None for the usual one."""
     half_width_elsewhere: float | None = None
-    """Log of the 90% interval's factor for other frameworks with as few rows, without residuals."""
+    """Log of the 90% interval's factor from errors on other frameworks; None: from residuals."""
     rows_elsewhere: int = 0
     """Number of the framework's rows of other devices that the constants are from, without rows."""
 
@@ -142,14 +142,14 @@ class FrameworkCalibration(
 
     def half_width(self) -> float:
         """Returns the log of the interval's factor within measured ranges, over all regimes."""
+        if self.half_width_elsewhere is not None:
+            return self.half_width_elsewhere
         ratios = [abs(each.log_ratio) for each in self.residuals]
-        if ratios:
-            return conformal_quantile(ratios)
-        return math.log(2) if self.half_width_elsewhere is None else self.half_width_elsewhere
+        return conformal_quantile(ratios) if ratios else math.log(2)
 
     def _half_width(self, one_host: bool) -> float:
         ratios = [abs(each.log_ratio) for each in self.residuals if each.one_host == one_host]
-        if len(ratios) < _ENOUGH:
+        if self.half_width_elsewhere is not None or len(ratios) < _ENOUGH:
             return self.half_width()
         return conformal_quantile(ratios)
 
@@ -193,47 +193,35 @@ def match_calibration(
     device: str,
     precision: str,
     *,
-    of_experts: bool | None = None,
     framework: str | None = None,
 ) -> FrameworkCalibration | None:
-    """Returns the first calibration of a device and dtype; other criteria count unless None."""
+    """Returns the first calibration of a device and dtype, and of a framework unless None."""
     for each in known:
-        if (
-            (each.device, each.precision) == (device, precision)
-            and of_experts in (None, each.of_experts)
-            and framework in (None, each.framework)
-        ):
+        is_matching = (each.device, each.precision) == (device, precision)
+        if is_matching and framework in (None, each.framework):
             return each
     return None
 
 
-def find_calibration(
-    name: str | None, device: str, precision: str, *, of_experts: bool = False
-) -> FrameworkCalibration:
-    """Finds a bundled calibration by name, or the one with the most rows for a device and dtype.
-
-    `name` is a full name or that of a framework. `of_experts` asks for mixtures of experts.
-    """
-    everything = known = known_calibrations()
-    if name is not None:
-        for each in known:
-            if each.name == name:
-                return each
-        known = tuple(each for each in known if each.framework == name)
-    found = match_calibration(known, device_name(device), precision, of_experts=of_experts)
-    if found is not None:
-        return found
-    if name is not None and not known:
+def find_calibration(name: str, device: str, precision: str) -> FrameworkCalibration:
+    """Finds a bundled calibration by its name, or by its framework, device and dtype."""
+    everything = known_calibrations()
+    for each in everything:
+        if each.name == name:
+            return each
+    of_framework = [each for each in everything if each.framework == name]
+    if not of_framework:
         names = [each.name for each in everything]
         hint = did_you_mean(name, {*names, *(each.framework for each in everything)})
         raise UsageError(f"unknown calibration {name!r}; {hint}known: {', '.join(names)}")
-    of_kind = [each for each in known or everything if each.of_experts == of_experts]
-    pairs = sorted({f"{each.device} {each.precision}" for each in of_kind}) or ["none"]
-    kind = "mixtures of experts" if of_experts else "dense models"
-    raise UsageError(
-        f"no calibration of {kind} for {device} with {precision}; there are: {', '.join(pairs)}. "
-        "paceline plan calibrate makes one from your own runs"
-    )
+    found = match_calibration(of_framework, device_name(device), precision)
+    if found is None:
+        pairs = sorted({f"{each.device} {each.precision}" for each in of_framework})
+        raise UsageError(
+            f"no calibration of {name} for {device} with {precision}; there are: "
+            f"{', '.join(pairs)}. paceline plan calibrate makes one from your own runs"
+        )
+    return found
 
 
 def read_calibrations(path: pathlib.Path | str) -> list[FrameworkCalibration]:

@@ -235,13 +235,10 @@ def build_calibrations(
     return calibrations_of(cases, fit, predict_held_out(cases, terms=terms), name=name)
 
 
-def calibrations_of(
-    cases: Sequence[Case], fit: Fit, held_out: Array, *, name: str | None = None
-) -> list[FrameworkCalibration]:
-    """Returns one calibration per device and dtype of a fit."""
-    measured = np.array([case.step_s for case in cases])
-    ratios = np.log(measured / held_out)
-    residuals = [
+def residuals_of(cases: Sequence[Case], held_out: Array) -> list[Residual]:
+    """Returns the residuals of cases that were predicted from others, in seconds; NaN if not."""
+    ratios = np.log(np.array([case.step_s for case in cases]) / held_out)
+    return [
         Residual(
             row=case.run.id,
             model=case.run.model,
@@ -251,6 +248,13 @@ def calibrations_of(
         for case, ratio in zip(cases, ratios, strict=True)
         if np.isfinite(ratio)
     ]
+
+
+def calibrations_of(
+    cases: Sequence[Case], fit: Fit, held_out: Array, *, name: str | None = None
+) -> list[FrameworkCalibration]:
+    """Returns one calibration per device and dtype of a fit."""
+    residuals = residuals_of(cases, held_out)
     made = []
     # Runs in a non-default mode (such as eager) contribute to the fit but get no calibration.
     for variant in sorted({case.variant for case in cases if not case.variant.variation}):

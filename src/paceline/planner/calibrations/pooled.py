@@ -19,6 +19,7 @@ from paceline.core.errors import HardwareError, UsageError, unknown_name
 from paceline.core.hardware import Device, find_device
 from paceline.planner.calibrations.calibration import (
     FrameworkCalibration,
+    Residual,
     known_calibrations,
     match_calibration,
     ranges,
@@ -28,6 +29,7 @@ from paceline.planner.calibrations.fit import build_calibrations
 from paceline.planner.calibrations.framework_settings import device_name
 from paceline.planner.calibrations.predictor import Effect, with_effects
 from paceline.planner.calibrations.prior import Known, PooledPrior, Posterior, effects_of_variant
+from paceline.planner.calibrations.relatives import DRAWN, fit_with_relatives, relatives_of
 from paceline.planner.published import published_runs, read_rows
 
 _PATH = pathlib.Path(__file__).parents[1] / "data" / "pooled.json"
@@ -69,6 +71,8 @@ class PooledFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Logarithm of the 90% interval's factor, by the number of the framework's own runs."""
     half_width_of_new_device: float
     """The same, for a framework whose runs are of other devices."""
+    half_width_of_drawn: float
+    """The same, for another model of a pool of `relatives.DRAWN`."""
     seen: dict[str, tuple[float, float]]
     """Minimum and maximum of each feature over the published runs."""
     frameworks: dict[str, FrameworkPosterior]
@@ -278,27 +282,52 @@ def calibrate_rows(measured: Sequence[Case], *, with_published: bool) -> list[Fr
     """Fits measured runs by framework, if asked with the published runs of each.
 
     A few runs draw the prior of all frameworks to them. With many, the framework has constants and
-    an interval of its own.
+    an interval of its own, unless it is known to be predicted better with its relatives' runs.
     """
     pools: dict[str, list[Case]] = {}
     for case in measured:
         pools.setdefault(case.pool, []).append(case)
-    for case in predictable(published_runs()) if with_published else ():
+    published = predictable(published_runs()) if with_published else []
+    for case in published:
         if case.pool in pools:
             pools[case.pool].append(case)
-    return [
-        made
-        for cases in pools.values()
-        for made in (
-            calibrations_after(cases) if len(cases) < ENOUGH_ROWS else build_calibrations(cases)
-        )
-    ]
+    made = []
+    for pool, cases in pools.items():
+        if len(cases) < ENOUGH_ROWS or pool in DRAWN:
+            made += drawn_calibrations(cases, relatives_of(cases, published))
+        else:
+            made += build_calibrations(cases)
+    return made
 
 
-def calibrations_after(cases: Sequence[Case]) -> list[FrameworkCalibration]:
-    """Returns a framework's calibrations after a few measured runs, one per device and dtype."""
+def _wider(
+    seen: Mapping[str, tuple[float, float]], cases: list[Case]
+) -> dict[str, tuple[float, float]]:
+    """Returns ranges of features that include those of further cases."""
+    own = ranges([(group.layouts, group.workload) for group in group_cases(cases)])
+    return {
+        name: (min(low, own[name][0]), max(high, own[name][1]))
+        for name, (low, high) in seen.items()
+    }
+
+
+def drawn_calibrations(
+    cases: Sequence[Case],
+    relatives: Sequence[Case] = (),
+    *,
+    prior: PooledPrior | None = None,
+    residuals: Sequence[Residual] = (),
+) -> list[FrameworkCalibration]:
+    """Returns calibrations drawn from what all frameworks share, one per device and dtype.
+
+    Args:
+        cases: A framework's measured runs.
+        relatives: Runs of other frameworks with the same kernels.
+        prior: What frameworks share; by default, that of all with published runs.
+        residuals: Held-out residuals of the runs, to be kept with them.
+    """
     content = pooled()
-    posterior = content.prior.fit(cases)
+    posterior = fit_with_relatives(prior or content.prior, cases, relatives)
     made = []
     for variant in sorted({case.variant for case in cases if not case.variant.variation}):
         own = [case for case in cases if case.variant == variant]
@@ -310,9 +339,15 @@ def calibrations_after(cases: Sequence[Case]) -> list[FrameworkCalibration]:
                 precision=variant.dtype,
                 constants=posterior.constants(variant),
                 rows=tuple(sorted(case.run.id for case in own)),
-                residuals=(),
-                half_width_elsewhere=content.half_width(len(own)),
-                seen=ranges([(group.layouts, group.workload) for group in group_cases(own)]),
+                residuals=tuple(residuals),
+                half_width_elsewhere=(
+                    content.half_width_of_drawn
+                    if len(cases) >= ENOUGH_ROWS
+                    else content.half_width(len(own))
+                ),
+                # The errors behind the interval are of runs inside and outside of the own ranges.
+                seen=_wider(content.seen, own),
+                network_bytes_per_s=own[0].run.network_bytes_per_s,
             )
         )
     return made

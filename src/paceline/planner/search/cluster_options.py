@@ -209,14 +209,13 @@ class ClusterOptions:
             if dtype == self.precision and own is None:
                 raise UsageError(f"{name}: contains no calibration for {self.device} with {dtype}")
             return own
-        named = find_calibration(name, self.device, self.precision, of_experts=of_experts)
-        return match_calibration(
-            known_calibrations(),
-            self.device,
-            dtype,
-            of_experts=of_experts,
-            framework=named.framework,
-        )
+        if of_experts:
+            raise UsageError(
+                f"--calibration {name} is of dense models; name the framework of a mixture of "
+                "experts with --framework"
+            )
+        framework = find_calibration(name, self.device, self.precision).framework
+        return match_calibration(known_calibrations(), self.device, dtype, framework=framework)
 
     def _of_framework(self, dtype: DType, of_experts: bool) -> "FrameworkCalibration":
         from paceline.planner.calibrations.pooled import calibration_of

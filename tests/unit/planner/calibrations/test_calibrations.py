@@ -173,7 +173,7 @@ def test_the_calibrations_that_come_along_name_their_rows() -> None:
 
 
 def test_finding_names_what_there_is() -> None:
-    assert find_calibration(None, "h100-sxm-80gb", "bfloat16").framework == "nemo"
+    assert find_calibration("nemo", "h100-sxm-80gb", "bfloat16").name == "nemo-h100-sxm-bfloat16"
     assert find_calibration("llm-foundry", "h100-sxm", "bfloat16").framework == "llm-foundry"
     own = _calibration()
     others = [
@@ -181,10 +181,9 @@ def test_finding_names_what_there_is() -> None:
         msgspec.structs.replace(own, name="later"),
     ]
     assert match_calibration([others[0], own, others[1]], "h100-sxm", "bfloat16") == own
-    assert match_calibration([own], "h100-sxm", "bfloat16", of_experts=not own.of_experts) is None
     assert match_calibration([own], "h100-sxm", "bfloat16", framework="another") is None
-    with pytest.raises(UsageError, match="no calibration of dense models for mi300x with bfloat16"):
-        find_calibration(None, "mi300x", "bfloat16")
+    with pytest.raises(UsageError, match="no calibration of nemo for mi300x with bfloat16; there"):
+        find_calibration("nemo", "mi300x", "bfloat16")
     with pytest.raises(UsageError, match="unknown calibration 'nemmo'"):
         find_calibration("nemmo", "h100-sxm", "bfloat16")
 

@@ -9,7 +9,7 @@ import pytest
 from paceline.accounting.named_model import find_model
 from paceline.cli.main import main
 from paceline.planner.calibrations.next_run import deviations_of, measured_covariance
-from paceline.planner.calibrations.pooled import calibrations_after, measured_cases, pooled
+from paceline.planner.calibrations.pooled import drawn_calibrations, measured_cases, pooled
 from paceline.planner.search import measure_next
 from paceline.planner.search.cluster_options import ClusterOptions
 from paceline.planner.search.spec import calibrated_performance
@@ -21,7 +21,7 @@ def test_the_first_choice_narrows_most_and_every_one_narrows() -> None:
     cases = measured_cases(ROWS)
     posterior = pooled().prior.fit(cases)
     spec = ClusterOptions().spec(find_model("llama3-70B").shape, 128)
-    (fitted,) = calibrations_after(cases)
+    (fitted,) = drawn_calibrations(cases)
     performance = calibrated_performance(fitted)
     now, found = measure_next.runs_to_measure(posterior, cases[0], spec, performance)
     widths = [now, *(each.half_width for each in found)]
