@@ -2,7 +2,7 @@
 
 Requests come as lines of JSON on stdin, and answers go to the file descriptor that is named on the
 command line. A request has ``tests`` (ids, in order), ``seconds`` and either ``active``, the number
-of a mutant, or ``note`` to ask which mutants each test passes.
+of a mutant, with ``seconds_of_one`` test, or ``note`` to ask which mutants each test passes.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def _answer_in_child(request: dict[str, Any], shared: memoryview, answer_file: I
         answer = {"tests": notes.tests}
     else:
         first = _FirstFailure()
-        code = _run(request["tests"], first, "-x")
+        code = _run(request["tests"], first, "-x", f"--timeout={request['seconds_of_one']}")
         answer = {"killed": code != 0, "by": first.test or ("" if code else None)}
     json.dump(answer, answer_file)
     answer_file.flush()
