@@ -58,6 +58,25 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert permute(np.arange(10), 10, key_of((0, 0))).tolist() == [8, 0, 5, 7, 9, 6, 2, 4, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("size", "orders"),
+    [
+        (1, [[0], [0], [0]]),
+        (3, [[0, 1, 2], [1, 0, 2], [2, 0, 1]]),
+        (4, [[0, 1, 2, 3], [1, 0, 3, 2], [2, 0, 3, 1]]),
+        (8, [[4, 1, 7, 3, 5, 0, 2, 6], [7, 3, 1, 4, 6, 2, 0, 5], [4, 7, 1, 0, 6, 5, 3, 2]]),
+    ],
+)
+def test_orders_of_few_samples_never_change_either(size: int, orders: list[list[int]]) -> None:
+    keys = [key_of((7, number)) for number in range(len(orders))]
+    assert [permute(np.arange(size), size, key).tolist() for key in keys] == orders
+
+
+def test_the_first_of_two_never_changes() -> None:
+    firsts = [permute(np.array([0]), 2, key_of((7, number)))[0] for number in range(16)]
+    assert firsts == [1, 1, 0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+
+
 def test_every_place_is_about_equally_likely() -> None:
     # Chi-squared statistic of where each of 64 parts goes, over 200 keys.
     size, parts = 4096, 64
@@ -122,6 +141,12 @@ def test_a_window_visits_its_blocks_one_after_another(
     blocks = samples // window
     changes = int((np.diff(blocks) != 0).sum())
     assert changes == len(set(blocks.tolist())) - 1
+
+
+def test_a_window_of_all_samples_is_none() -> None:
+    positions = np.arange(90)
+    whole = SampleOrder(30, seed=5).samples_at(positions)
+    assert SampleOrder(30, seed=5, window=30).samples_at(positions).tolist() == whole.tolist()
 
 
 def test_epochs_seeds_and_sources_differ_in_order() -> None:
@@ -249,6 +274,12 @@ def test_each_source_has_its_own_epochs(
         own = samples[sources == source]
         whole = len(own) // size * size
         assert np.bincount(own[:whole], minlength=size).tolist() == [whole // size] * size
+
+
+def test_two_sources_share_a_stream() -> None:
+    sources, samples = SampleStream([5, 7], weights=[1, 3], seed=3).locate(np.arange(4000))
+    assert np.bincount(sources).tolist() == [1000, 3000]
+    assert set(samples[sources == 1].tolist()) == set(range(7))
 
 
 def test_a_rank_that_cannot_be_is_refused() -> None:
