@@ -11,8 +11,8 @@ The script runs `python -m studies.mutation.run`.
 1. All mutants of the rooms are written into one instrumented copy of the package.
 2. Every test of tests/unit and tests/distributed runs once, in 15 minutes: which mutants does it
    pass, also in the ranks that it starts? Tests that do not pass on the copy are left out.
-3. Each mutant is active for the tests that pass it, the quickest first, up to `--seconds`. It is
-   killed if one of them fails, or if they take much longer than before.
+3. Each mutant is active for tests that pass it, of as many files as `--seconds` allow. It is killed
+   if one of them fails, or takes much longer than before.
 
 Survivors are written to results/mutants/ROOM.jsonl. A survivor is marked as equivalent by a reason
 there, which later runs keep. The exit code is 1 if fewer than `--least` per cent of the mutants
@@ -20,6 +20,7 @@ that are not equivalent were killed.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import datetime
@@ -68,9 +69,14 @@ class Noted:
     passed: frozenset[int]
 
     @property
-    def cost(self) -> tuple[bool, float]:
-        """Orders tests of one process before those that start ranks, and quick ones first."""
-        return self.test.startswith("tests/distributed"), self.seconds
+    def file(self) -> str:
+        """The test's file."""
+        return self.test.partition("::")[0]
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether it is one of the tests that start ranks."""
+        return self.test.startswith("tests/distributed")
 
 
 class Worker:
@@ -222,15 +228,27 @@ def note_tests(workers: Workers, files: Sequence[str]) -> list[Noted]:
 
 
 def tests_of(mutant: Mutant, noted: Sequence[Noted], seconds: float) -> list[Noted]:
-    """Returns the tests that pass a mutant, quick ones first, up to a time in all."""
-    chosen: list[Noted] = []
+    """Returns tests that pass a mutant: without ranks up to half of the time, then with ranks.
+
+    The quickest test of every file comes first, then the second of each, because tests of one file
+    notice the same.
+    """
     passing = [each for each in noted if mutant.number in each.passed]
-    for each in sorted(passing, key=lambda each: each.cost):
-        total = sum(one.seconds for one in chosen) + each.seconds
-        if chosen and (total > seconds or len(chosen) == _MOST_TESTS):
-            break
-        chosen.append(each)
-    return chosen
+    passing.sort(key=lambda each: each.seconds)
+    places: dict[str, int] = collections.defaultdict(int)
+    ordered: list[tuple[int, Noted]] = []
+    for each in passing:
+        ordered.append((places[each.file], each))
+        places[each.file] += 1
+    ordered.sort(key=lambda each: each[0])
+    chosen: list[Noted] = []
+    total = 0.0
+    for with_ranks, most in ((False, seconds / 2), (True, seconds)):
+        for _, each in ordered:
+            if each.starts_ranks == with_ranks and total + each.seconds <= most:
+                chosen.append(each)
+                total += each.seconds
+    return (chosen or passing[:1])[:_MOST_TESTS]
 
 
 def _limit(usual_s: float) -> float:
@@ -352,7 +370,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="mutants of each room, evenly spread")
     parser.add_argument("--survivors", action="store_true", help="only those of the last run")
     parser.add_argument("--seconds", type=float, default=40.0, help="of tests for each mutant")
-    parser.add_argument("--tests", nargs="+", default=_TESTS, help="folders of tests, not all")
+    parser.add_argument("--tests", nargs="+", default=_TESTS, help="files and folders, not all")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="one per core")
     parser.add_argument("--least", type=float, default=85.0, help="per cent to be killed")
     arguments = parser.parse_args()
@@ -361,8 +379,8 @@ def main() -> int:
         names = [ROOMS[datetime.date.today().toordinal() % len(ROOMS)]]
     files = [
         str(path.relative_to(ROOT))
-        for folder in arguments.tests
-        for path in sorted((ROOT / folder).rglob("test_*.py"))
+        for place in (ROOT / each for each in arguments.tests)
+        for path in ([place] if place.is_file() else sorted(place.rglob("test_*.py")))
     ]
     with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)

@@ -6,15 +6,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from paceline.data.loader.config import SourceConfig
 from paceline.data.loader.torch_batches import TorchBatch
 from paceline.health.config import HealthConfig
 from paceline.health.errors import CorruptionError, DivergedError
+from paceline.training import recovery
 from paceline.training.config import CheckpointConfig, DataConfig, RunConfig, StepConfig
 from paceline.training.metrics import CORRUPTED, SKIPPED, STARTED, EventRow, MetricsRow
 from paceline.training.observers import Observer
-from paceline.training.recovery import Recovery
+from paceline.training.recovery import Recovery, explain_nonfinite
 from paceline.training.step import StepResult
 
 BATCH_SIZE, SAVED = 8, 30
@@ -80,7 +83,7 @@ class _Run:
         self.recovery = Recovery(
             config,
             cast(Any, SimpleNamespace(roll_back=roll_back, save_diverged=save_diverged)),
-            cast(Any, None),
+            cast(Any, SimpleNamespace(module=None)),
             self.position,
             self.log,
             cast(Any, self.monitor),
@@ -183,3 +186,49 @@ def test_without_a_checkpoint_the_run_ends_and_keeps_its_state() -> None:
     with pytest.raises(CorruptionError):
         run.skip(3)
     assert [row.step for row in run.events(CORRUPTED)] == [3]
+
+
+def test_a_batch_that_is_not_finite_is_skipped_with_its_norm() -> None:
+    run = _Run(on_nonfinite="skip")
+    run.monitor.skip_reason = "nonfinite"
+    assert run.skip(40) == 40
+    (skipped,) = run.events(SKIPPED)
+    assert skipped.message == "samples 320 to 327, step 41: the loss is 99, the gradient norm 1"
+
+
+def test_a_run_that_may_not_skip_says_so() -> None:
+    with pytest.raises(DivergedError, match="above the spike limit 9: no batch may be skipped; no"):
+        _Run(on_spike="stop").skip(40)
+
+
+def test_a_batch_that_ends_the_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def explain(_module: object, _compute: object, what: str) -> str:
+        asked.append(what)
+        return "rank 2 is wrong"
+
+    monkeypatch.setattr(recovery, "explain_nonfinite", explain)
+    run = _Run(on_nonfinite="stop")
+    run.monitor.skip_reason = "nonfinite"
+    with pytest.raises(DivergedError, match="the gradient norm 1: rank 2 is wrong; no rank has"):
+        run.skip(40)
+    assert asked == ["samples 320 to 327"]
+
+
+@pytest.mark.parametrize(("num_wrong", "more"), [(4, ""), (5, "; and 1 more ranks")])
+def test_four_ranks_are_named(num_wrong: int, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(reports: list[str | None], own: str) -> None:
+        reports[:] = [own if rank < num_wrong else None for rank in range(len(reports))]
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        module.get_parameter("0.weight").fill_(torch.nan)
+    found = explain_nonfinite(module, lambda: module(torch.ones(1, 2)), "samples 0 to 3")
+    own = "rank 0 (samples 0 to 3): the output of 0 is the first that is not finite"
+    assert found == "; ".join([own] * 4) + more
+    # Nothing watches the passes that follow.
+    assert not any(each._forward_hooks for each in module.modules())

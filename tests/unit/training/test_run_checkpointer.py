@@ -2,14 +2,18 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 import torch
 
+from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.state import capture_random_state
 from paceline.core.specs import ModelShape
-from paceline.training.run_checkpointer import RunCheckpointer, RunIdentity
+from paceline.data.loader.config import SourceConfig
+from paceline.training import run_checkpointer
+from paceline.training.config import CheckpointConfig, DataConfig, RunConfig
+from paceline.training.run_checkpointer import RunCheckpointer, RunIdentity, identity_of
 
 SHAPE = ModelShape(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4)
 OURS = RunIdentity(shape=SHAPE, data={"position": 3})
@@ -75,3 +79,87 @@ def test_a_rollback_forgets_what_is_in_memory() -> None:
     checkpointer._restore_from_disk = lambda _: calls.append("restore")
     assert checkpointer.roll_back(None, _Position()) is None
     assert calls == ["wait", "forget", "restore"]
+
+
+@pytest.mark.parametrize("identity", [b'{"data": {"position": 3}}', b'{"shape": 3}'])
+def test_a_checkpoint_without_a_model_is_not_one_of_a_run(identity: bytes) -> None:
+    checkpoint = SimpleNamespace(
+        manifest=SimpleNamespace(identity=identity), storage=SimpleNamespace(url="run/step-7")
+    )
+    with pytest.raises(CheckpointError, match="run/step-7: does not record its model"):
+        identity_of(cast(Any, checkpoint))
+
+
+class _Writer:
+    """Takes the place of a `Checkpointer`, and tells what is asked of it."""
+
+    def __init__(self, calls: list[object], place: str, **options: object) -> None:
+        self._calls, self._place = calls, place
+        calls.append((place.rpartition("/")[2], options))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(self, step: int, *_: object) -> None:
+        self._calls.append(f"save {step}")
+
+    def wait(self) -> None:
+        self._calls.append("wait")
+
+    def close(self) -> None:
+        self._calls.append("close")
+
+
+def _checkpointer(
+    monkeypatch: pytest.MonkeyPatch, calls: list[object], **checkpoint: Any
+) -> RunCheckpointer:
+    monkeypatch.setattr(
+        run_checkpointer, "Checkpointer", lambda place, **options: _Writer(calls, place, **options)
+    )
+    monkeypatch.setattr(run_checkpointer, "MemoryTier", lambda *_: SimpleNamespace(notices=["x"]))
+    monkeypatch.setattr(run_checkpointer, "_identity", lambda _: OURS)
+    monkeypatch.setattr(RunCheckpointer, "_state", lambda *_: ({}, {}, {}))
+    config = RunConfig(
+        out="run",
+        data=DataConfig(sources=(SourceConfig(place="tokens"),)),
+        checkpoint=CheckpointConfig(keep_last=3, **checkpoint),
+    )
+    return RunCheckpointer(config, cast(Any, SimpleNamespace(rank=0, world_size=1)))
+
+
+def test_a_diverged_state_is_saved_apart_after_what_is_being_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+    checkpointer = _checkpointer(monkeypatch, calls, asynchronous=True)
+    assert calls == [("checkpoints", {"keep": 3, "asynchronous": True})]
+    calls.clear()
+    assert checkpointer.save_diverged(41, cast(Any, None), _Position()).endswith("diverged")
+    only_one = ("diverged", {"keep": 1, "asynchronous": False})
+    assert calls == ["wait", only_one, "save 41", "close"]
+
+
+def test_a_run_ends_when_everything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    checkpointer = _checkpointer(monkeypatch, calls)
+    calls.clear()
+    checkpointer.finish()
+    assert calls == ["wait", "close"]
+
+
+@pytest.mark.parametrize(("every", "notices"), [(0, []), (5, ["x"])])
+def test_host_memory_is_used_if_asked(
+    every: int, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = _checkpointer(monkeypatch, [], memory_every_steps=every)
+    assert checkpointer.take_notices() == notices
+    assert checkpointer.take_notices() == []
+
+
+def test_a_step_is_saved_if_it_is_on_disk() -> None:
+    checkpointer = cast(Any, RunCheckpointer.__new__(RunCheckpointer))
+    checkpointer._checkpointer = SimpleNamespace(location=SimpleNamespace(steps=lambda: [20, 10]))
+    assert [step for step in range(30) if checkpointer.is_saved(step)] == [10, 20]
