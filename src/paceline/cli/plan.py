@@ -52,6 +52,8 @@ class OverheadCommand:
     output: Flat[OutputOptions]
 
     def __post_init__(self) -> None:
+        if not parse_bytes(self.size) > 0:
+            raise UsageError("--size must be positive")
         if not parse_seconds(self.latency, "latency") > 0:
             raise UsageError("--latency must be positive")
         if self.backward_s is not None and not self.backward_s > 0:

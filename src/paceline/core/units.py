@@ -51,7 +51,10 @@ def parse_rate(text: str) -> float:
     # Gb/s is ambiguous between gigabits and gigabytes, so it is rejected.
     is_ambiguous = text.strip().endswith("b/s")
     units = _BIT_UNITS if is_ambiguous else _RATE_UNITS
-    return parse_quantity(text, units, "rate", "2gbit, 2Gbit/s or 250MB/s")
+    rate = parse_quantity(text, units, "rate", "2gbit, 2Gbit/s or 250MB/s")
+    if not rate > 0:
+        raise UsageError(f"a rate of {text} carries nothing; it must be positive")
+    return rate
 
 
 def parse_seconds(text: str, what: str = "duration") -> float:

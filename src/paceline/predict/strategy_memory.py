@@ -68,7 +68,7 @@ class AnyModelStepPlan(StepPlan):
     @property
     def kept_for_backward(self) -> SavedForBackward:
         """Returns what one rank has saved after forward."""
-        held = self._memory(1)
+        held = self._memory(2)  # With a single rank, nothing would be sharded.
         return SavedForBackward(
             activations=_bytes(held.activations), weight_copies=_bytes(held.states.weight_copies)
         )

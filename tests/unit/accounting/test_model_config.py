@@ -198,6 +198,7 @@ def test_memory_of_states_is_that_of_the_parameters(name: str, strategy: Strateg
         found, batch=BatchShape(num_sequences=1, context_length=128), strategy=strategy
     )
     size = all_parameters(found.shape, found.experts)
+    assert plan.kept_for_backward.total <= plan.peak_bytes(8)
     states = plan.instants(8)["before_step"]
     if strategy == "none":
         assert states.parameters == 4 * size

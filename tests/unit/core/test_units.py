@@ -90,6 +90,12 @@ def test_a_rate_without_its_unit_is_refused_with_the_remedy(text: str) -> None:
         parse_rate(text)
 
 
+@pytest.mark.parametrize("text", ["0gbit", "0.0MB/s"])
+def test_a_rate_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="carries nothing; it must be positive"):
+        parse_rate(text)
+
+
 def test_durations_are_read_with_their_unit() -> None:
     read = [parse_seconds(text) for text in ("5ms", "20us", "20 µs", "2s", "3ns")]
     assert read == pytest.approx([0.005, 2e-5, 2e-5, 2.0, 3e-9])

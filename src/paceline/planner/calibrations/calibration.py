@@ -208,6 +208,11 @@ def find_calibration(name: str, device: str, precision: str) -> FrameworkCalibra
     everything = known_calibrations()
     for each in everything:
         if each.name == name:
+            if (each.device, each.precision) != (device_name(device), precision):
+                raise UsageError(
+                    f"calibration {name} is of {each.device} with {each.precision}, not of "
+                    f"{device} with {precision}"
+                )
             return each
     of_framework = [each for each in everything if each.framework == name]
     if not of_framework:

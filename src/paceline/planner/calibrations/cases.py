@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.errors import UsageError
 from paceline.core.specs import Experts, ModelShape
 from paceline.planner.calibrations.framework_settings import (
     compute_dtype,
@@ -135,19 +136,37 @@ def group_cases(cases: list[Case]) -> list[CaseGroup]:
 
 
 def _case(run: PublishedRun) -> Case | None:
+    try:
+        return case_of(run)
+    except UsageError:
+        return None
+
+
+def case_of(run: PublishedRun) -> Case:
+    """Returns a row as the formulas take it; raises with the reason if it cannot be predicted."""
     model, step_s = model_of(run), run.step_s
-    if model is None or step_s is None or run.data is None or run.axes_product != run.devices:
-        return None
-    if run.context_length is None or run.global_batch is None:
-        return None
+    context, batch = run.context_length, run.global_batch
+    if model is None or step_s is None or run.data is None or context is None or batch is None:
+        raise UsageError(
+            "cannot be predicted: it needs model, data, context_length, global_batch, and a "
+            f"measured time in s/iteration or tokens/s/device, not {run.unit}"
+        )
+    if run.axes_product != run.devices:
+        raise UsageError(
+            f"cannot be predicted: data x tensor x pipeline x context is {run.axes_product}, and "
+            f"devices is {run.devices}"
+        )
     micro_batch = run.micro_batch or framework_settings(run.framework).usual_micro_batch(run)
-    passes, left_over = divmod(run.global_batch, micro_batch * run.data)
+    passes, left_over = divmod(batch, micro_batch * run.data)
     if left_over or not passes:
-        return None
+        raise UsageError(
+            f"cannot be predicted: a global_batch of {batch} is no multiple of "
+            f"{run.data} data-parallel ranks x a micro_batch of {micro_batch}"
+        )
     return Case(
         run=run,
         step_s=step_s,
-        shape=model if isinstance(model, ModelShape) else model.shape(run.context_length),
+        shape=model if isinstance(model, ModelShape) else model.shape(context),
         experts=None if isinstance(model, ModelShape) else model.experts,
         dtype=compute_dtype(run.precision),
         device=device_name(run.device),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from paceline.core.errors import HardwareError, UsageError, unknown_name
+from paceline.core.errors import HardwareError, PacelineError, UsageError, unknown_name
 from paceline.core.hardware import Device, find_device
 from paceline.planner.calibrations.calibration import (
     FrameworkCalibration,
@@ -24,7 +24,7 @@ from paceline.planner.calibrations.calibration import (
     match_calibration,
     ranges,
 )
-from paceline.planner.calibrations.cases import Case, Variant, group_cases, predictable
+from paceline.planner.calibrations.cases import Case, Variant, case_of, group_cases, predictable
 from paceline.planner.calibrations.fit import build_calibrations
 from paceline.planner.calibrations.framework_settings import device_name
 from paceline.planner.calibrations.predictor import Effect, with_effects
@@ -252,8 +252,8 @@ def require_predictable(device: Device, precision: str) -> None:
     """Raises unless a device has matmuls of this dtype and is of a kind with published runs."""
     if device.name.startswith("tpu"):
         raise HardwareError(
-            f"{device.name}: no published run on TPUs is known, and their compiler and links "
-            "differ too much from GPUs' for a prediction"
+            f"{device.name}: the planner is fitted to runs on GPUs; the compiler and the links of "
+            "TPUs differ too much from them for a prediction"
         )
     stated = set(device.peak_flops) | ({"float4"} if device.name.startswith("b") else set())
     if precision not in stated:
@@ -268,13 +268,15 @@ ENOUGH_ROWS = 15
 
 
 def measured_cases(path: pathlib.Path) -> list[Case]:
-    """Returns the measured runs of a file that can be predicted; raises if there are none."""
-    cases = predictable(read_rows(path))
+    """Returns the measured runs of a file; raises for one that cannot be predicted."""
+    cases = []
+    for run in read_rows(path):
+        try:
+            cases.append(case_of(run))
+        except PacelineError as error:
+            raise type(error)(f"{path}, {run.id}: {error}") from error
     if not cases:
-        raise UsageError(
-            f"{path}: no row can be predicted; each needs model, devices, data, "
-            "context_length, global_batch, and s/iteration or tokens/s/device"
-        )
+        raise UsageError(f"{path}: no measured run in it; give one JSON object per line")
     return cases
 
 

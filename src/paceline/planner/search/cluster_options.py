@@ -214,6 +214,11 @@ class ClusterOptions:
                 f"--calibration {name} is of dense models; name the framework of a mixture of "
                 "experts with --framework"
             )
+        if self.framework != "other":
+            raise UsageError(
+                f"--calibration {name} and --framework {self.framework}: each chooses the "
+                "constants; give one of them"
+            )
         framework = find_calibration(name, self.device, self.precision).framework
         return match_calibration(known_calibrations(), self.device, dtype, framework=framework)
 

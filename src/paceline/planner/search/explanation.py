@@ -82,7 +82,7 @@ def explain_choice(
         assumptions=(performance.source, *_rates(performance.cluster)),
         steps=tuple(steps),
         values={
-            **{line.term: line.seconds for line in lines},
+            **{line.term: float(line.seconds) for line in lines},
             "step_time_s": step_s,
             "peak_bytes": choice.peak_bytes,
         },

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from paceline.core.errors import UsageError
 from paceline.core.plan import SHARDINGS
 from paceline.planner.calibrations.cases import Case
 from paceline.planner.calibrations.next_run import choose_runs, deviations_of, measured_covariance
@@ -56,6 +57,11 @@ def runs_to_measure(
     offered = [
         (asked, choice) for asked in _smaller(spec) for choice in _choices(asked, performance)
     ]
+    if not any(asked.num_devices == spec.num_devices for asked, _ in offered):
+        raise UsageError(
+            f"no layout of the model fits {spec.num_devices:,} devices, so there is no plan to "
+            "measure for; give other --devices or another --batch-tokens"
+        )
     slopes = _slopes(posterior, [_case(known, asked, choice) for asked, choice in offered])
     of_plan = np.array([asked.num_devices == spec.num_devices for asked, _ in offered])
     covariance = posterior.covariance

@@ -205,16 +205,17 @@ def calibrated_performance(calibration: FrameworkCalibration) -> PerformanceMode
         source=_source(calibration),
         note=_note(calibration),
         framework=calibration.framework,
-        num_rows=len(calibration.rows),
+        num_rows=(calibration.rows_elsewhere if calibration.of_experts else len(calibration.rows)),
     )
 
 
 def _source(calibration: FrameworkCalibration) -> str:
-    where = f"{calibration.device}, {calibration.precision}"
-    runs = _runs(len(calibration.rows)) or "no measured run"
+    whose = f"framework {calibration.framework} on {calibration.device}, {calibration.precision}"
     elsewhere = _runs(calibration.rows_elsewhere)
-    beside = f", {elsewhere} elsewhere" if elsewhere else ""
-    return f"framework {calibration.framework} on {where}: {runs} of it{beside}"
+    if calibration.of_experts and elsewhere:
+        return f"{whose}: {elsewhere} of its mixtures, on several devices"
+    runs = _runs(len(calibration.rows)) or "no measured run"
+    return f"{whose}: {runs} of it{f', {elsewhere} elsewhere' if elsewhere else ''}"
 
 
 def _runs(number: int) -> str:

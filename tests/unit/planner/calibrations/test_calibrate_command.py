@@ -46,8 +46,17 @@ def test_the_table_names_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> 
         ("not json", "line 1"),
         (
             ROWS.read_text().splitlines()[0].replace('"devices": 8', '"devices": 7'),
-            "no row can be predicted",
+            "line 1: cannot be predicted: data x tensor x pipeline x context is 8, and devices",
         ),
+        (
+            ROWS.read_text().splitlines()[0].replace('"data": 8, ', ""),
+            "line 1: cannot be predicted: it needs model, data",
+        ),
+        (
+            ROWS.read_text().splitlines()[0].replace('"global_batch": 128', '"global_batch": 12'),
+            "a global_batch of 12 is no multiple of 8 data-parallel ranks x a micro_batch of 1",
+        ),
+        ("", "no measured run in it"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(

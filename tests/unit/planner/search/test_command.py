@@ -47,6 +47,11 @@ def test_json_lines_hold_everything(
         ([*SEARCH, "--device", "h100"], "did you mean 'h100-sxm'"),
         ([*SEARCH, "--calibration", "nemmo"], "unknown calibration 'nemmo'; did you mean"),
         ([*SEARCH, "--calibration", "no.jsonl"], "no.jsonl: no such file"),
+        (
+            [*SEARCH, "--calibration", "nemo-gb200-bfloat16"],
+            "nemo-gb200-bfloat16 is of gb200 with bfloat16, not of h100-sxm with bfloat16",
+        ),
+        ([*SEARCH, "--calibration", "nemo", "--framework", "torchtitan"], "give one of them"),
         (["plan", "budget", "--flops", "1e30", "--deadline", "1d"], "later --deadline"),
         (["plan", "budget", "--flops", "many"], "cannot read the flops"),
         (["plan", "budget", "--flops", "1e22", "--deadline", "soon"], "write it like 30d"),

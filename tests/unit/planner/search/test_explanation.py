@@ -52,3 +52,10 @@ def test_the_command_prints_formulas_with_their_numbers(capsys: pytest.CaptureFi
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     explained = next(row for row in rows if row["kind"] == "explanation")["explanation"]
     assert explained["values"]["compute_s"] > 0
+
+
+def test_pipelines_are_explained_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "search", "--model", "llama3-70B", "--devices", "64", "--no-advice"]
+    assert main([*asked, "--explain", "--json", "--top", "1"]) == 0
+    *_, explained = map(json.loads, capsys.readouterr().out.splitlines())
+    assert explained["explanation"]["values"]["bubble_s"] > 0

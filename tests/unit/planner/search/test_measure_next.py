@@ -48,3 +48,9 @@ def test_the_command_names_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [run["half_width"] for run in runs] == sorted(
         (run["half_width"] for run in runs), reverse=True
     )
+
+
+def test_a_plan_that_fits_nowhere_has_no_next_run(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "calibrate", str(ROWS), "--model", "llama3-70B", "--devices", "7"]
+    assert main(asked) == 2
+    assert "no layout of the model fits 7 devices" in capsys.readouterr().err
