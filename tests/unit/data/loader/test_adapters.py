@@ -158,3 +158,83 @@ def test_grain_reads_sequences(tmp_path: pathlib.Path) -> None:
     assert np.concatenate([first["tokens"], second["tokens"]]).tolist() == expected.tolist()
     batches.set_state(state)
     assert next(batches)["tokens"].tolist() == second["tokens"].tolist()
+
+
+class ResumableList:
+    """Documents with a state of their own, as of a dataset of Hugging Face."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self._documents = documents
+        self._next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self._next < len(self._documents):
+            self._next += 1
+            yield self._documents[self._next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+class IteratorWithState(GrainLike):
+    """An iterator with `state_dict` and `load_state_dict`, as in torchdata."""
+
+    get_state = None  # type: ignore[assignment]
+    set_state = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("get_state", "set_state"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+class Iterable:
+    """Documents whose iterator has the state."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self._documents = documents
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return IteratorWithState(self._documents)
+
+
+@pytest.mark.parametrize("library", [GrainLike, ResumableList, Iterable])
+def test_a_loader_goes_back_to_a_state(library: Any) -> None:
+    packed = pack(library(random_documents(600, longest=11)))
+    for _ in range(3):
+        next(packed)
+    state = pickle.loads(pickle.dumps(packed.state_dict()))
+    after = [next(packed).rows.tolist() for _ in range(4)]
+    packed.load_state_dict(state)
+    again = [next(packed) for _ in range(4)]
+    assert [batch.rows.tolist() for batch in again] == after
+    assert [(batch.step, batch.first_sample) for batch in again] == [
+        (3, 9), (4, 12), (5, 15), (6, 18)
+    ]  # fmt: skip
+
+
+def test_a_batch_needs_one_token_more_than_it_has() -> None:
+    tokens = list(range(1, LENGTH * BATCH + 1))
+    (only,) = pack([tokens])  # And the end of the document.
+    assert only.rows[-1].tolist() == [*tokens[-LENGTH:], END_OF_DOCUMENT]
+    assert list(pack([tokens[:-1]])) == []
+
+
+def test_documents_may_end_with_a_batch() -> None:
+    first = [1] * (LENGTH * BATCH - 1)
+    documents = [first, [2] * 5, [3] * (2 * LENGTH * BATCH)]
+    packed = pack(documents, document_boundaries=True)
+    whole, second = next(packed), next(packed)
+    assert whole.document_ids is not None
+    assert whole.document_ids.tolist() == [[0] * LENGTH] * BATCH
+    assert second.document_ids is not None
+    assert second.document_ids.tolist() == [[0] * 6 + [1] * 2, [0] * LENGTH, [0] * LENGTH]

@@ -16,12 +16,13 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
 from paceline.core.errors import DataError, UsageError
+from paceline.data.loader import cache as cache_module
 from paceline.data.loader.cache import FetchAhead, ShardCache
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.loader import TokenLoader
@@ -327,3 +328,112 @@ def test_a_program_ends_with_names_in_the_queue() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stderr == ""
+
+
+def test_a_name_may_be_asked_for_again_after_its_call() -> None:
+    owner = Owner()
+    owner.may_go_on.set()
+    for number in (1, 2):
+        owner.ahead.ask(["a"])
+        for _ in range(500):
+            if len(owner.fetched) == number and "a" not in owner.ahead._asked:
+                break
+            time.sleep(0.01)
+        assert owner.fetched == ["a"] * number
+    owner.ahead.close()
+
+
+def _local_cache(tmp_path: pathlib.Path, **options: Any) -> ShardCache:
+    if not (tmp_path / "dataset").exists():
+        write_dataset(tmp_path / "dataset", DOCUMENTS, shard_tokens=SHARD_TOKENS)
+    return make_cache(str(tmp_path / "dataset"), tmp_path / "deep" / "cache", **options)
+
+
+def test_only_files_that_are_not_there_are_fetched_ahead(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ended: list[bool] = []
+
+    class Ahead:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def ask(self, names: Iterator[str]) -> None:
+            asked.extend(names)
+
+        def close(self) -> None:
+            ended.append(True)
+
+    monkeypatch.setattr(cache_module, "FetchAhead", Ahead)
+    cache = _local_cache(tmp_path)
+    cache.close()
+    cache.open(name_of(1)).close()
+    cache.fetch_ahead([name_of(0), name_of(1), name_of(2)])
+    assert asked == [name_of(0), name_of(2)]
+    cache.close()
+    cache.close()
+    assert ended == [True]
+    # Another process may have made the directory.
+    _local_cache(tmp_path).open(name_of(1)).close()
+
+
+def test_opening_a_file_makes_it_the_last_that_goes(tmp_path: pathlib.Path) -> None:
+    cache = _local_cache(tmp_path)
+    cache.open(name_of(3)).close()
+    (file,) = (path for path in (tmp_path / "deep").rglob("*.tokens"))
+    os.utime(file, (1, 1))
+    cache.open(name_of(3)).close()
+    assert file.stat().st_mtime > time.time() - 60
+
+
+def test_a_file_that_cannot_be_locked_or_is_wrong_is_closed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = _local_cache(tmp_path)
+    cache.open(name_of(3)).close()
+    (file,) = (path for path in (tmp_path / "deep").rglob("*.tokens"))
+    opened: list[BinaryIO] = []
+    path_open = pathlib.Path.open
+
+    def remember(path: pathlib.Path, *arguments: Any) -> Any:
+        opened.append(path_open(path, *arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(pathlib.Path, "open", remember)
+    os.truncate(file, 4)
+    assert cache._open_cached(name_of(3)) is None
+    assert [each.closed for each in opened] == [True]
+
+    def fail(*_: object) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="no locks"):
+        cache._open_cached(name_of(3))
+    assert [each.closed for each in opened] == [True, True]
+
+
+def test_a_file_may_fill_the_cache(tmp_path: pathlib.Path) -> None:
+    cache = _local_cache(tmp_path, most_bytes=2 * SHARD_TOKENS)
+    cache._make_room("x", 2 * SHARD_TOKENS)
+    with pytest.raises(DataError):
+        cache._make_room("x", 2 * SHARD_TOKENS + 1)
+
+
+@pytest.mark.parametrize(("age_s", "stays"), [(10, True), (7200, False)])
+def test_what_another_process_is_writing_stays(
+    age_s: float, stays: bool, tmp_path: pathlib.Path
+) -> None:
+    cache = _local_cache(tmp_path, most_bytes=3 * SHARD_TOKENS)
+    written = tmp_path / "deep" / "cache" / "dataset" / ".partial"
+    written.parent.mkdir()
+    written.write_bytes(bytes(2 * SHARD_TOKENS))
+    then = time.time() - age_s
+    os.utime(written, (then, then))
+    if stays:
+        with pytest.raises(DataError):
+            cache._make_room("x", 2 * SHARD_TOKENS)
+    else:
+        cache._make_room("x", 2 * SHARD_TOKENS)
+    assert written.exists() == stays

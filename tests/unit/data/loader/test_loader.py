@@ -347,3 +347,111 @@ def test_a_sample_of_very_many_is_read_at_once(tmp_path: pathlib.Path, context: 
     # of every shard would take seconds.
     assert min(min(each["cpu_time_s"], each["total_time_s"]) for each in rounds) < 1
     assert max(each["resident_peak_bytes"] for each in rounds) < 100e6
+
+
+class _Items:
+    """An iterator that fails, and tells whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        raise ValueError("none")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_after_an_error_there_are_no_more_items() -> None:
+    items = _Items()
+    prefetcher = Prefetcher(items, 2)
+    with pytest.raises(ValueError, match="none"):
+        next(prefetcher)
+    assert items.closed == 1
+    with pytest.raises(StopIteration):
+        next(prefetcher)
+
+
+def test_a_state_of_another_version_is_refused(places: list[str]) -> None:
+    with TokenLoader(make_config(places)) as loader:
+        state = loader.state_dict() | {"schema": 2}
+        with pytest.raises(DataError, match=r"state has schema 2, but this version .* reads 1"):
+            loader.load_state_dict(state)
+
+
+def test_batches_that_were_read_ahead_are_skipped_too(places: list[str]) -> None:
+    with TokenLoader(make_config(places)) as loader:
+        rows = [next(loader).rows.tolist() for _ in range(6)]
+    with TokenLoader(make_config(places, prefetch=4)) as loader:
+        next(loader)
+        loader.skip(3)
+        batch = next(loader)
+    assert (batch.step, batch.rows.tolist()) == (4, rows[4])
+
+
+def test_a_loader_that_is_left_ends_its_thread_and_closes_its_files(places: list[str]) -> None:
+    closed: list[bool] = []
+    with TokenLoader(make_config(places, prefetch=2)) as loader:
+        next(loader)
+        loader.reader.close = lambda: closed.append(True)  # type: ignore[method-assign]
+        assert num_threads() == 1
+    assert num_threads() == 0
+    assert closed == [True]
+
+
+def test_what_will_be_read_is_fetched_ahead(places: list[str]) -> None:
+    with TokenLoader(make_config(places)) as loader:
+        asked: list[tuple[list[int], list[int]]] = []
+        loader.reader.fetch_ahead = lambda sources, samples: asked.append(  # type: ignore[method-assign]
+            (sources.tolist(), samples.tolist())
+        )
+        batch = next(loader)
+        sources, samples = loader.reader.locate(np.arange(4096 // 12 * 12))
+    assert asked[0] == (sources.tolist(), samples.tolist())
+    assert batch.first_sample == 0
+
+
+def test_samples_are_fetched_from_their_own_source(places: list[str]) -> None:
+    reader = BatchReader(make_config(places))
+    asked: list[tuple[int, list[int]]] = []
+
+    class Source:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def fetch_ahead(self, samples: np.ndarray) -> None:
+            asked.append((self.number, samples.tolist()))
+
+    reader._sources = [Source(number) for number in range(3)]  # type: ignore[misc]
+    reader.fetch_ahead(np.array([0, 2, 0, 1]), np.array([5, 6, 7, 8]))
+    assert asked == [(0, [5, 7]), (1, [8]), (2, [6])]
+
+
+def test_rows_of_a_mixture_are_those_of_their_sources(tmp_path: pathlib.Path) -> None:
+    for number in (0, 1):
+        write_dataset(tmp_path / str(number), [[7 + number] * 500])
+    reader = BatchReader(make_config([str(tmp_path / str(number)) for number in (0, 1)]))
+    positions = np.arange(40)
+    sources, _ = reader.locate(positions)
+    assert set(sources.tolist()) == {0, 1}
+    assert reader.read(positions).rows[:, 0].tolist() == (7 + sources).tolist()
+
+
+def test_the_digest_of_a_range_is_that_of_its_batches(places: list[str]) -> None:
+    config = make_config(places, digests=True)
+    with TokenLoader(config) as loader:
+        digests = [next(loader).digest for _ in range(40)]
+        whole = loader.reader.digest(0, 40 * 12)
+    total = sum(digest for digest in digests if digest is not None)
+    assert total > 2**65  # It wraps around.
+    assert whole == total % 2**64
+
+
+def test_the_mixture_has_the_same_name_in_every_version(places: list[str]) -> None:
+    """Checkpoints name it: with another, no run could be resumed."""
+    assert (
+        BatchReader(make_config(places)).identity["mixture"] == "a9d2a8dcb77d1368ceb559d530a57806"
+    )

@@ -2,16 +2,25 @@
 
 import os
 import pathlib
+from types import SimpleNamespace
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import DataError
+from paceline.core.errors import DataError, UsageError
 from paceline.data.loader.batches import BatchReader
 from paceline.data.loader.config import LoaderConfig, SourceConfig
-from paceline.data.loader.sources import ShardFiles
+from paceline.data.loader.sources import (
+    MOST_OPEN,
+    OpenSource,
+    ShardFiles,
+    SplitSamples,
+    _shards_in_use,
+    sources_digest,
+)
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 
@@ -103,3 +112,108 @@ def test_datasets_without_what_is_asked_for_are_refused(tmp_path: pathlib.Path) 
     with pytest.raises(DataError, match=r"has 200 tokens, less than one sample of 201"):
         make_reader(tmp_path, 200)
     assert make_reader(tmp_path, 199).num_samples == [1]
+
+
+def test_files_that_are_used_again_stay_open(tmp_path: pathlib.Path) -> None:
+    opened: list[str] = []
+
+    def open_file(name: str) -> BinaryIO:
+        opened.append(name)
+        (tmp_path / name).write_bytes(b"\1\0")
+        return (tmp_path / name).open("rb")
+
+    files = ShardFiles(open_file, most_open=2)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        files.array(name, "uint16", 1)
+    assert opened == ["a", "b", "c", "b"]
+    files.close()
+    files.array("b", "uint16", 1)
+    assert opened[-2:] == ["b", "b"]
+
+
+def test_the_files_of_samples_are_those_that_they_touch(tmp_path: pathlib.Path) -> None:
+    write_dataset(tmp_path, random_documents(64), shard_tokens=10)
+    (source,) = make_reader(tmp_path, 4)._sources
+    # A sample has one token more than its context: that of tokens 8 to 12 ends in the next shard.
+    for samples, shards in (([0], [0]), ([2], [0, 1]), ([1, 5], [0, 2]), ([2, 9], [0, 1, 3, 4])):
+        assert source.samples.files_of(np.array(samples)) == [
+            f"train/{shard:08d}.tokens" for shard in shards
+        ]
+
+
+def test_a_source_without_a_token_has_no_sample(tmp_path: pathlib.Path) -> None:
+    manifest = SimpleNamespace(splits={"train": SimpleNamespace(num_tokens=0)})
+    with pytest.raises(DataError, match="0 tokens, less than one sample of 2"):
+        SplitSamples(cast(Any, manifest), "train", cast(Any, None), 1, url="x")
+
+
+def test_datasets_have_the_same_digest_in_every_version() -> None:
+    """Checkpoints name it: with another, no run could be resumed."""
+    sources = [SimpleNamespace(manifest=SimpleNamespace(fingerprint=name)) for name in ("a", "b")]
+    assert sources_digest(cast(Any, sources)) == "5c6dd92419da90390f1f6e36d6b45d32"
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def fetch_ahead(self, names: list[str]) -> None:
+        self.calls.append(names)
+
+    def files_of(self, samples: np.ndarray) -> list[str]:
+        return [str(sample) for sample in samples]
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_source_fetches_and_closes_what_it_has() -> None:
+    cache, files = _Recorder(), _Recorder()
+    source = OpenSource(
+        manifest=cast(Any, None),
+        samples=cast(Any, _Recorder()),
+        files=cast(Any, files),
+        cache=cast(Any, cache),
+    )
+    source.fetch_ahead(np.array([3, 5]))
+    source.close()
+    assert (cache.calls, files.calls) == ([["3", "5"], "close"], ["close"])
+
+
+# Shards of 100 tokens of 2 bytes; the split has 1,000 tokens.
+@pytest.mark.parametrize(
+    ("options", "cache_bytes", "expected"),
+    [
+        ({}, 2000, MOST_OPEN),
+        ({}, 1999, "has space for .*; set a window"),
+        ({"sources": 2}, 4000, MOST_OPEN),
+        ({"sources": 2}, 3999, "set a window"),
+        # 5 samples of 20 tokens are 1 shard, and 2 where they begin and end inside shards.
+        ({"window": 5}, 1200, 3),
+        ({"window": 5, "document_boundaries": True}, 1200, 6),
+        ({"window": 5}, 1199, "the next one span 6 shards of 200 B"),
+        ({"window": 9}, 1200, 3),
+        ({"window": 10}, 1600, 4),
+    ],
+)
+def test_a_cache_has_room_for_a_window_and_the_next(
+    options: dict[str, Any], cache_bytes: int, expected: int | str
+) -> None:
+    num_sources = options.pop("sources", 1)
+    config = LoaderConfig(
+        sources=tuple(SourceConfig(place=f"s3://b/{number}") for number in range(num_sources)),
+        cache_directory="cache",
+        cache_bytes=cache_bytes,
+        context_length=20,
+        batch_size=4,
+        **options,
+    )
+    manifest = SimpleNamespace(
+        shard_tokens=100, token_bytes=2, splits={"train": SimpleNamespace(num_tokens=1000)}
+    )
+    storage = SimpleNamespace(url="s3://b/0")
+    if isinstance(expected, int):
+        assert _shards_in_use(cast(Any, storage), cast(Any, manifest), config) == expected
+    else:
+        with pytest.raises(UsageError, match=expected):
+            _shards_in_use(cast(Any, storage), cast(Any, manifest), config)

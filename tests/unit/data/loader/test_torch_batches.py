@@ -1,8 +1,10 @@
 """Tests that torch wrappers give the loader's batches, also in workers of (Stateful)DataLoader."""
 
+import dataclasses
 import itertools
 import pathlib
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -105,3 +107,18 @@ def test_stateful_data_loader_resumes(config: LoaderConfig, num_workers: int) ->
     second = make()
     second.load_state_dict(state)
     assert take(second, 5) == rows[3:]
+
+
+def test_a_loader_that_is_left_ends_its_thread(config: LoaderConfig) -> None:
+    with TorchLoader(dataclasses.replace(config, prefetch=2)) as ours:
+        next(ours)
+        assert [each for each in threading.enumerate() if each.name == "prefetch-batches"]
+    assert not [each for each in threading.enumerate() if each.name == "prefetch-batches"]
+
+
+def test_a_dataset_that_was_read_takes_over_a_state(config: LoaderConfig) -> None:
+    dataset = TokenDataset(config)
+    take(dataset, 5)
+    state = TokenDataset(config).state_dict() | {"consumed_samples": 8}
+    dataset.load_state_dict(state)
+    assert dataset.state_dict() == state
