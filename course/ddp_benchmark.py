@@ -13,9 +13,9 @@ from paceline.benchmarks.strategies import COMMUNICATION, EXPOSED, STEP, Strateg
 from paceline.core import BatchShape, model_preset, precision_preset, preset_names
 from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
+from paceline.devices.hardware import usable_memory_bytes
 from paceline.parallel import distributed_session
 from paceline.parallel.bucket_size import measure_group
-from paceline.parallel.ranks.hardware import usable_memory_bytes
 from paceline.parallel.strategies import message_sizes
 
 # The courses' sizes, largest first; the hand-outs measure xl on two GPUs.

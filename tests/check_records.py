@@ -46,7 +46,7 @@ def check_record(report: pytest.TestReport) -> Record:
     import torch
 
     from paceline.benchmarks.harness.measure import measured, resolve_device
-    from paceline.parallel.ranks.hardware import describe_hardware
+    from paceline.devices.hardware import describe_hardware
 
     device = resolve_device("auto")
     on_gpu = device.type == "cuda"

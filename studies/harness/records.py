@@ -23,7 +23,7 @@ def machine_case(num_ranks: int | None = None) -> dict[str, CaseValue]:
     """
     import torch
 
-    from paceline.parallel.ranks.hardware import describe_hardware
+    from paceline.devices.hardware import describe_hardware
 
     fields = describe_hardware(torch.device("cpu")).as_case()
     return fields if num_ranks is None else {**fields, "threads": threads_per_rank(num_ranks)}

@@ -301,21 +301,26 @@ class Survivors:
         self._path = RESULTS / f"{room.replace('/', '-')}.jsonl"
         self.reasons: dict[tuple[str | int, ...], str] = {}
         self.keys: set[tuple[str | int, ...]] = set()
+        self.sampled: int | None = None
+        """How many mutants the last run chose, if not all."""
         if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines()[1:]:
+            summary, *rows = self._path.read_text(encoding="utf-8").splitlines()
+            self.sampled = json.loads(summary).get("sampled")
+            for line in rows:
                 row = json.loads(line)
                 key = tuple(row[name] for name in _KEY)
                 self.keys.add(key)
                 if row["equivalent"]:
                     self.reasons[key] = row["equivalent"]
 
-    def write(self, num_mutants: int, survived: Sequence[Mutant]) -> float:
-        """Writes the survivors of a whole run; returns the score."""
+    def write(self, num_mutants: int, num_run: int, survived: Sequence[Mutant]) -> float:
+        """Writes the survivors of a run of all mutants, or of a sample; returns the score."""
         equivalent = [each for each in survived if each.key in self.reasons]
-        score = 1 - (len(survived) - len(equivalent)) / max(1, num_mutants - len(equivalent))
+        score = 1 - (len(survived) - len(equivalent)) / max(1, num_run - len(equivalent))
         summary = {
             "mutants": num_mutants,
-            "killed": num_mutants - len(survived),
+            **({"sampled": num_run} if num_run < num_mutants else {}),
+            "killed": num_run - len(survived),
             "equivalent": len(equivalent),
             "score": round(score, 4),
         }
@@ -346,14 +351,14 @@ def run_room(
     chosen = mutants
     if arguments.survivors:
         chosen = [each for each in mutants if each.key in survivors.keys]
-    if arguments.sample:
+    elif arguments.sample:
         chosen = chosen[:: max(1, len(chosen) // arguments.sample)]
     outcomes = run_mutants(workers, chosen, noted, arguments.seconds)
     survived = [each for each in chosen if outcomes[each] is None]
-    if arguments.sample:
-        score = 1 - len(survived) / max(1, len(chosen))
-    else:
-        score = survivors.write(len(mutants), survived)
+    num_run = len(chosen)
+    if arguments.survivors:  # The others of the last run were killed then.
+        num_run = survivors.sampled or len(mutants)
+    score = survivors.write(len(mutants), num_run, survived)
     for each in survived:
         if each.key not in survivors.reasons:
             print(each)

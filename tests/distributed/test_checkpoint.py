@@ -27,6 +27,7 @@ from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.parallel.zero.optimizer_checkpoint import parameter_names
 from tests.unit.data.s3_server import s3_server
 
+CPU = torch.device("cpu")
 Pools = Callable[[int], RankPool]
 Numbers = dict[str, Tensor]
 
@@ -72,7 +73,7 @@ class Run:
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         state = training_state(self.model, self.optimizers)
-        checkpointer.save(step, state, {"step": step}, capture_random_state())
+        checkpointer.save(step, state, {"step": step}, capture_random_state(CPU))
 
     def load(self, place: str) -> Restored:
         restored = load_newest_valid(
@@ -186,7 +187,7 @@ def _train(
     torch.manual_seed(rank)
     if first:
         restored = run.load(place)
-        restore_random_state(restored.ranks[rank])
+        restore_random_state(restored.ranks[rank], CPU)
     with Checkpointer(place) as checkpointer:
         for step in range(first, last):
             run.step(step)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from paceline.devices import accelerator
 from paceline.parallel import RankPool, ShardedDataParallel, ShardedOptimizer
-from paceline.parallel.ranks import device_clock
 from paceline.parallel.ranks.collectives import start_all_gather
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.zero import flat_parameters
@@ -244,7 +244,7 @@ def _wait_in_streams() -> list[str]:
             log.append(stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_clock, "current_stream", lambda _device: stream)
+        patch.setattr(accelerator, "current_stream", lambda _device: stream)
         stream = "compute"
         pending = Pending("all-gather", 0, [Work()], torch.device("cpu"))  # type: ignore[list-item]
         parameter = nn.Parameter(torch.ones(2))

@@ -4,15 +4,21 @@ import pytest
 import torch
 
 from paceline.cli import environment
+from paceline.devices import accelerator
 from paceline.kernels import BackendChoice
 from paceline.kernels.attention import api, self_test
 from paceline.kernels.attention.self_test import SelfTest
 
 
+def _with_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(accelerator, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+
+
 def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "accelerator_type", lambda: None)
     assert environment._test_attention() == []
     assert "there is no CUDA device to test the Triton attention" in capsys.readouterr().err
 
@@ -21,8 +27,7 @@ def test_one_device_of_each_kind_is_tested(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kinds = ["H100", "H100", "V100", "A100"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    _with_gpus(monkeypatch, len(kinds))
     monkeypatch.setattr(self_test, "setting_of", lambda device: kinds[device.index])
     monkeypatch.setattr(
         api, "triton_obstacle", lambda device: "too old" if kinds[device.index] == "V100" else None
@@ -38,7 +43,7 @@ def test_one_device_of_each_kind_is_tested(
 
 
 def test_the_choice_on_every_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    _with_gpus(monkeypatch, 2)
     monkeypatch.setattr(
         "paceline.kernels.explain_backend", lambda name: BackendChoice("sdpa", f"fits {name}")
     )

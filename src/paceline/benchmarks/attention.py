@@ -26,11 +26,12 @@ from paceline.benchmarks.harness.measure import (
     step_peaks,
     storage_bytes,
 )
+from paceline.core.hardware import CUDA
 from paceline.core.host import resident_peak_bytes
 from paceline.core.specs import bytes_per_element
 from paceline.core.units import Progress
+from paceline.devices.hardware import HardwareLocation
 from paceline.kernels import attention
-from paceline.parallel.ranks.hardware import HardwareLocation
 from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric
 
@@ -114,7 +115,7 @@ _NUM_MEASUREMENTS = 3
 
 def timer_for(device_type: str) -> Literal["stopwatch", "do_bench"]:
     """Returns the timer for a type of device."""
-    return "do_bench" if device_type == "cuda" else "stopwatch"
+    return "do_bench" if device_type == CUDA else "stopwatch"
 
 
 def time_passes(
@@ -209,7 +210,7 @@ def attention_records(sweep: AttentionSweep, on_progress: Progress) -> Iterator[
 
 def attention_obstacle(case: AttentionCase, device: torch.device) -> str | None:
     """Returns why a case cannot be measured on a device, or None if it can."""
-    if case.implementation == "triton" and device.type != "cuda":
+    if case.implementation == "triton" and device.type != CUDA:
         return f"the Triton kernels need a CUDA device, this is {device.type!r}"
     return None
 

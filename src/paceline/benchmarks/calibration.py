@@ -38,6 +38,7 @@ from paceline.benchmarks.harness.measure import measured
 from paceline.benchmarks.harness.ranks import MeasuringRanks, sweep_ranks
 from paceline.core.strategies import Operation
 from paceline.core.units import KIB, MIB, Progress
+from paceline.devices.accelerator import synchronize_stream
 from paceline.kernels import resolve_implementation
 from paceline.parallel.ranks.collectives import (
     mean_over_ranks,
@@ -247,8 +248,7 @@ class _Together:
 
     def _wait_for_matmuls(self) -> None:
         """Waits only for the current stream: a device-wide wait would include messages."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        synchronize_stream(self._device)
 
     def matmul_s(self) -> float:
         """Returns the seconds of one matmul, with no message in flight."""

@@ -26,6 +26,7 @@ from paceline.benchmarks.harness.ranks import MeasuringRanks, measuring_ranks
 from paceline.core.errors import PacelineError
 from paceline.core.strategies import Operation
 from paceline.core.units import MIB, Progress
+from paceline.devices.accelerator import device_type_of_backend, nth_device, synchronize
 from paceline.parallel.ranks.collectives import (
     all_gather_single,
     reduce_numbers,
@@ -34,7 +35,6 @@ from paceline.parallel.ranks.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from paceline.parallel.ranks.device_clock import synchronize
 from paceline.parallel.ranks.pending import collective_error
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.links import find_link
@@ -170,7 +170,7 @@ def time_call(collective: Collective, device: torch.device) -> float:
 
 def all_reduce_self_test(rank: int, _world_size: int) -> list[float]:
     """All-reduces 1 MiB, checks every element, and returns the seconds of five more calls."""
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = nth_device(device_type_of_backend(dist.get_backend()), rank)
     collective = Collective("all_reduce", MIB, device)
     collective.check()  # Also sets up the connection.
     return [time_call(collective, device) for _ in range(5)]

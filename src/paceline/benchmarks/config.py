@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 from paceline.benchmarks.options import (
     Compilation,
-    DeviceName,
     LayoutSpec,
     ModelName,
     PrecisionName,
@@ -23,6 +22,7 @@ from paceline.benchmarks.options import (
     require_counts,
 )
 from paceline.core.errors import UsageError
+from paceline.core.hardware import DeviceName
 from paceline.core.runnable import Work, require_runnable
 from paceline.core.specs import (
     AttentionImplementation,

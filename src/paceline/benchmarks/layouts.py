@@ -42,14 +42,14 @@ from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, step_range
 from paceline.core.specs import BatchShape
 from paceline.core.units import Progress
+from paceline.devices.accelerator import now, seconds_between, synchronize
+from paceline.devices.named_range import named_range
 from paceline.kernels import resolve_implementation
-from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM
 from paceline.parallel.dtensor import complete_gradients, local_tensor
 from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.layout import MeshGroups
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
-from paceline.parallel.ranks.device_clock import now, seconds_between, synchronize
 from paceline.parallel.ranks.placement import is_launched
 from paceline.parallel.strategies import without_synchronization
 from paceline.parallel.zero.optimizer import state_tensors

@@ -45,6 +45,7 @@ from paceline.core.host import reset_resident_peak, resident_peak_bytes
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import Progress
+from paceline.devices import accelerator
 from paceline.kernels import resolve_implementation
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import reduce_numbers
@@ -98,7 +99,7 @@ class OptimizerMeasurement:
             self.step.forward_and_backward()
             self._hidden = self.step.gradients()
             self.step.optimizer_step()
-            if device.type != "cuda":
+            if device.type == "cpu":
                 at_first += storage_bytes(self._hidden)
         followed = [self._follow() for _ in range(_FOLLOWED_STEPS)]
         self._memory = {
@@ -110,8 +111,8 @@ class OptimizerMeasurement:
         }
 
     def _existing_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+        if self.device.type != "cpu":
+            return accelerator.allocated_bytes(self.device)
         # A gloo thread releases a message some time after the wait for it has returned.
         time.sleep(_LETTING_GO_S)
         return storage_bytes(_visible(self.device)) - self._foreign
@@ -135,7 +136,7 @@ class OptimizerMeasurement:
                 "after_step": self.step.optimizer_step,
             },
         )
-        foreign = 0 if self.device.type == "cuda" else self._foreign
+        foreign = self._foreign if self.device.type == "cpu" else 0
         return {
             "before_step": _parts(named, existing=existing, peak=peaks["before_step"] - foreign),
             # The memory of a missed release is in both peaks, and cancels out.
@@ -220,8 +221,7 @@ def measure(device: torch.device, case: OptimizerCase, time_limit_s: float) -> O
 def _release(device: torch.device) -> None:
     """Frees reference cycles, which containers have, and cached memory."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    accelerator.free_cached_memory(device)
     # glibc keeps freed memory, which would count as resident memory of the next strategy.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -12,12 +12,12 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from paceline.core.errors import ShapeError, UsageError
+from paceline.core.hardware import DeviceName
 from paceline.core.plan import SHARDINGS, ParallelLayout
 from paceline.core.presets import mixture_names, model_preset, preset_names, preset_spelling
 from paceline.core.specs import ModelShape, require_buildable, require_context
 from paceline.core.strategies import StrategyName, find_strategy
 
-DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["float32", "bfloat16", "float16"]
 Compilation = Literal["none", "blocks", "whole"]
 

@@ -30,10 +30,10 @@ from paceline.core.host import reset_resident_peak, resident_peak_bytes
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER
 from paceline.core.specs import precision_preset
 from paceline.core.units import Progress
+from paceline.devices.hardware import HardwareLocation, describe_hardware, peak_flops
+from paceline.devices.named_range import named_range
 from paceline.kernels import resolve_implementation
-from paceline.kernels.named_range import named_range
 from paceline.models import TransformerLM, next_token_loss
-from paceline.parallel.ranks.hardware import HardwareLocation, describe_hardware, peak_flops
 from paceline.records import Record
 from paceline.records.schema import CaseValue, Metric, model_case_fields
 

@@ -25,8 +25,8 @@ from paceline.core.errors import UsageError
 from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, STEP, short_name
 from paceline.core.specs import bytes_per_element, precision_preset
 from paceline.core.units import Progress, format_binary_bytes
-from paceline.kernels.named_range import named_range
-from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes
+from paceline.devices.hardware import describe_hardware, usable_memory_bytes
+from paceline.devices.named_range import named_range
 from paceline.records import CaseValue, Record
 from paceline.traces.analysis import (
     ALL_OPERATORS,
@@ -109,7 +109,7 @@ def trace_memory(step: TimedStep, snapshot: pathlib.Path) -> MemoryTimeline:
             del loss
             if step.phase == "train":
                 step.optimizer_step()
-        trace = read_allocations(path, on_device=step.device.type == "cuda")
+        trace = read_allocations(path, on_device=step.device.type != "cpu")
     return memory_timeline(trace, resident=resident, gradient_addresses=gradient_addresses)
 
 

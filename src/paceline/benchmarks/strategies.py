@@ -47,7 +47,9 @@ from paceline.core.ranges import step_range
 from paceline.core.specs import precision_preset
 from paceline.core.strategies import SHARDED_PARAMETERS, StrategyName
 from paceline.core.units import Progress, format_binary_bytes
-from paceline.kernels.named_range import named_range
+from paceline.devices.accelerator import Moment, now, seconds_between, synchronize
+from paceline.devices.hardware import describe_hardware, usable_memory_bytes
+from paceline.devices.named_range import named_range
 from paceline.models import TransformerLM
 from paceline.parallel.bucket_size import BucketSizeChoice
 from paceline.parallel.ddp import BucketedDataParallel
@@ -59,8 +61,6 @@ from paceline.parallel.ranks.collectives import (
     reduce_scatter_single,
     start_reduce_scatter,
 )
-from paceline.parallel.ranks.device_clock import Moment, now, seconds_between, synchronize
-from paceline.parallel.ranks.hardware import describe_hardware, usable_memory_bytes
 from paceline.parallel.reducer import when_complete
 from paceline.parallel.strategies import apply_strategy, make_optimizer, message_sizes
 from paceline.parallel.zero.container import ShardedDataParallel
@@ -271,7 +271,7 @@ def memory_obstacle(
     needed = _needed_bytes(ranks, case, strategies)
     if usable is None or needed <= usable:
         return None
-    shared = "a GPU" if ranks.topology["device"] == "cuda" else "the ranks of a host"
+    shared = "a device" if ranks.topology["device"] != "cpu" else "the ranks of a host"
     return (
         f"{shared} would need at least {format_binary_bytes(needed)}, but only "
         f"{format_binary_bytes(usable)} may be used; use a smaller --model or fewer --strategies"
@@ -293,7 +293,7 @@ def _needed_bytes(ranks: MeasuringRanks, case: StepCase, strategies: Sequence[St
         precision = precision_preset(case.precision)
         states = rank_state_bytes(case.shape, precision, strategy, ranks.world_size)
         by_rank += states.parameters + states.gradients + states.optimizer_state
-    if ranks.topology["device"] == "cuda":
+    if ranks.topology["device"] != "cpu":
         return int(by_rank.max())
     # The lab's hosts are virtual and share one memory; of real hosts, one has at least the mean.
     num_hosts = 1 if link_case_fields() else int(ranks.topology["num_hosts"] or 1)

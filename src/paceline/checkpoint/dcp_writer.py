@@ -38,14 +38,15 @@ from paceline.checkpoint.format import (
     split_into_files,
 )
 from paceline.checkpoint.storage import CheckpointStorage
+from paceline.devices import accelerator
 from paceline.parallel.ranks.heartbeats import Writing, beat_writing
 
 
 class HostBuffers:
     """Host memory for this rank's part of a checkpoint, so that training continues meanwhile.
 
-    The buffers are allocated once and reused by every save. On CUDA they are pinned, so that the
-    device copies without the host.
+    The buffers are allocated once and reused by every save. An accelerator's are pinned, so that it
+    copies without the host.
     """
 
     def __init__(self) -> None:
@@ -58,10 +59,9 @@ class HostBuffers:
         for index, tensor in tensors.items():
             copies[index] = self._room_for(index, tensor)
             copies[index].copy_(tensor, non_blocking=True)
-            if tensor.device.type == "cuda":
-                devices.add(tensor.device)
+            devices.add(tensor.device)
         for device in devices:
-            torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
         self._kept = copies
         return copies
 
@@ -70,7 +70,7 @@ class HostBuffers:
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
         return torch.empty(
-            tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
+            tensor.shape, dtype=tensor.dtype, pin_memory=accelerator.pins_memory(tensor.device)
         )
 
 

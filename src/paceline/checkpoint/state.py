@@ -28,6 +28,7 @@ from paceline.checkpoint.dcp import JsonLoadPlanner, named_failures
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.format import Json
 from paceline.checkpoint.restore import Source
+from paceline.devices import accelerator
 from paceline.parallel.buckets import num_reals, view_like
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.zero.flat_parameters import flat_elements
@@ -256,8 +257,8 @@ def load_training_state(
         load_optimizer_state(optimizer, model, source, f"{_OPTIMIZER}.{name}", stages)
 
 
-def capture_random_state() -> Json:
-    """Returns the state of every generator that training may draw from."""
+def capture_random_state(device: torch.device) -> Json:
+    """Returns the state of every generator that training on a device may draw from."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -271,13 +272,13 @@ def capture_random_state() -> Json:
             float(cached),
         ],
     }
-    if torch.cuda.is_available():
-        state["cuda"] = _encode(torch.cuda.get_rng_state().numpy().tobytes())
+    if (of_device := accelerator.random_state(device)) is not None:
+        state[device.type] = _encode(of_device)
     return state
 
 
-def restore_random_state(state: Json) -> None:
-    """Restores the state of every generator."""
+def restore_random_state(state: Json, device: torch.device) -> None:
+    """Restores the state of every generator; that of a device only on one of its type."""
     torch.set_rng_state(_tensor(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(np.frombuffer(_decode(words), np.uint32).tolist()), gauss))
@@ -285,8 +286,8 @@ def restore_random_state(state: Json) -> None:
     np.random.set_state(
         (name, np.frombuffer(_decode(keys), np.uint32), position, has_gauss, cached)
     )
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    if device.type in state:
+        accelerator.set_random_state(device, _decode(state[device.type]))
 
 
 def _encode(content: bytes) -> str:

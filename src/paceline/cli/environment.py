@@ -4,6 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from paceline.cli.output import Flat, OutputOptions, say
+from paceline.core.hardware import CUDA
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,10 +25,9 @@ class EnvironmentCommand:
 
     def run(self) -> int:
         """Prints the environment; raises an error if the self-test fails."""
-        import torch
-
         from paceline.benchmarks.harness import measure
-        from paceline.parallel.ranks.hardware import describe_hardware
+        from paceline.devices import accelerator
+        from paceline.devices.hardware import describe_hardware
         from paceline.records import Record
         from paceline.records.environment import network_links
 
@@ -35,11 +35,14 @@ class EnvironmentCommand:
         case["self_test"] = self.self_test
         metrics: dict[str, Metric] = {}
         if self.self_test:
-            backend = "nccl" if torch.cuda.device_count() >= _SELF_TEST_RANKS else "gloo"
+            enough = accelerator.num_accelerators() >= _SELF_TEST_RANKS
+            backend = accelerator.default_backend(
+                accelerator.device_type("auto" if enough else "cpu")
+            )
             case |= {"world_size": _SELF_TEST_RANKS, "backend": backend}
             metrics["all_reduce_time_s"] = _self_test(backend)
         environment = measure.current_environment()
-        links = [*measure.peer_links(), *network_links()]
+        links = [*accelerator.peer_links(), *network_links()]
         # Last: a kernel that fails may leave the device unusable for this process.
         attention_tests = _test_attention() if self.self_test else []
         record = Record(
@@ -64,17 +67,15 @@ def _self_test(backend: str) -> "Metric":
 
 def _test_attention() -> "list[SelfTest]":
     """Compares the Triton kernels with SDPA on one CUDA device of each kind."""
-    import torch
-
+    from paceline.devices import accelerator
     from paceline.kernels.attention.api import triton_obstacle
     from paceline.kernels.attention.self_test import run_self_test, setting_of
 
-    if not torch.cuda.is_available():
+    if accelerator.accelerator_type() != CUDA:
         say("paceline: there is no CUDA device to test the Triton attention kernels on")
         return []
     tests: dict[str, SelfTest] = {}
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
+    for device in accelerator.all_accelerators():
         obstacle = triton_obstacle(device)
         if obstacle is not None:
             say(f"paceline: the Triton attention kernels are not tested on {device}: {obstacle}")
@@ -89,11 +90,10 @@ def _test_attention() -> "list[SelfTest]":
 
 def _attention_by_device() -> str:
     """Returns which attention is used on each device, and why."""
-    import torch
-
+    from paceline.devices import accelerator
     from paceline.kernels import explain_backend
 
-    names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    names = [str(device) for device in accelerator.all_accelerators()] or ["cpu"]
     return "\n".join(f"{name}: {explain_backend(name)}" for name in names)
 
 

@@ -40,11 +40,12 @@ class GenerateCommand:
         import torch
 
         from paceline.data.tokenizer import TextStream
+        from paceline.devices import accelerator
         from paceline.models.generation import generate
         from paceline.training.exchange import load_model
 
         loaded = load_model(self.model, self.step)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(accelerator.device_type("auto"))
         prompt = loaded.tokenizer.encode_prompt(self.prompt)
         made = generate(
             loaded.model.to(device),

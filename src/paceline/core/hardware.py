@@ -16,11 +16,16 @@ from the wrong peak is worse than none. Conventions of the table:
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from paceline.core.errors import HardwareError, did_you_mean
 from paceline.core.specs import DType
 from paceline.core.units import GB
+
+CUDA: Final = "cuda"
+"""The type of NVIDIA's devices and of AMD's, for which there are Triton kernels."""
+DeviceName = Literal["auto", "cpu", "cuda", "xpu"]
+"""auto is the accelerator if there is one; a missing one is rejected where it is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Device:
     description: str
     """Display name, with form factor and memory size."""
     reported_names: tuple[str, ...]
-    """Names that the driver reports (``torch.cuda.get_device_name``)."""
+    """Names that the driver reports, as torch returns them."""
     peak_flops: Mapping[DType, SourcedValue]
     """Dense matmul FLOP/s by operand dtype, accumulating in float32."""
     memory_bytes: SourcedValue

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from paceline.core.hardware import CUDA
 from paceline.core.strategies import StrategyName
 from paceline.course import PresetName
 from paceline.course.suite import Fields, SuiteCase
@@ -123,7 +124,7 @@ _LAPTOP = dataclasses.replace(
 )
 _GPU = dataclasses.replace(
     _LAPTOP,
-    device="cuda",
+    device=CUDA,
     models={"small": 30, "medium": 40, "large": 50, "xl": 60, "2.7B": 60},
     step_warmup=5,
     steps=10,

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from paceline.accounting.collectives import CollectiveFit, fit_collective
 from paceline.accounting.overlap import simulate_buckets
 from paceline.core.units import MIB, format_decimal
+from paceline.devices.accelerator import synchronize
 from paceline.parallel.buckets import TensorSpec, plan_buckets
 from paceline.parallel.ranks.collectives import reduce_numbers
-from paceline.parallel.ranks.device_clock import synchronize
 from paceline.parallel.reducer import Settings
 
 CANDIDATES_MB = (0.25, 0.5, 1, 2, 3, 4, 5, 7, 10, 15, 25, 50, 100, 250, 1000)

@@ -45,10 +45,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.accounting.buckets import GROUP_BYTES
 from paceline.core.errors import PacelineError
 from paceline.core.ranges import WAIT, bucket_range
-from paceline.kernels.named_range import named_range
+from paceline.devices import accelerator
+from paceline.devices.named_range import named_range
 from paceline.parallel.buckets import GradientBucket, GradientError, RankWeight
 from paceline.parallel.ranks.collectives import GroupReference
-from paceline.parallel.ranks.device_clock import now
 from paceline.parallel.ranks.pending import Pending, collective_error, counted_wait
 from paceline.parallel.traffic import RunTimes, SynchronizationStats
 
@@ -178,11 +178,7 @@ class GradientSynchronizer:
         self._run: BackwardRun | None = None
         self._last_run: BackwardRun | None = None
         self._overlap_monitor = OverlapMonitor()
-        self._side_stream = (
-            torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
-            if settings.device.type == "cuda"
-            else None
-        )
+        self._side_stream = accelerator.new_stream(settings.device)
         self.arrived = bytearray(len(parameters))
         """Which parameters had a gradient in the last synchronised backward on this rank."""
         self.records_times = False
@@ -277,7 +273,7 @@ class GradientSynchronizer:
             self._run = None
             return
         if run.times is not None:
-            run.times.backward_over = now(self._settings.device)
+            run.times.backward_over = accelerator.now(self._settings.device)
         while len(run.message_bytes) < len(self.buckets):
             self._send_next(run)
 
@@ -290,7 +286,7 @@ class GradientSynchronizer:
         while run.in_flight:
             self._receive_next(run)
         if run.times is not None:
-            run.times.all_received = now(self._settings.device)
+            run.times.all_received = accelerator.now(self._settings.device)
         self._last_run = run
         self.after_run()
         self._run = None
@@ -334,7 +330,7 @@ class GradientSynchronizer:
             )
         self.arrived[index] = 1
         if run.times is not None:
-            run.times.arrivals[index] = now(self._settings.device)
+            run.times.arrivals[index] = accelerator.now(self._settings.device)
         if current_pass() != run.task:
             self._keep(number, position)
             return

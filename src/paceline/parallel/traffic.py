@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.ranges import WAIT
-from paceline.kernels.named_range import named_range
-from paceline.parallel.ranks.device_clock import Moment, now, seconds_between
+from paceline.devices.accelerator import Moment, now, seconds_between
+from paceline.devices.named_range import named_range
 from paceline.parallel.ranks.pending import Pending
 
 
@@ -75,14 +75,14 @@ class RunTimes:
             _Message(num_bytes=num_bytes, num_parameters=num_parameters, launched=now(self._device))
         )
 
-    def watch(self, work: dist.Work | Pending, side_stream: torch.cuda.Stream | None) -> None:
+    def watch(self, work: dist.Work | Pending, side_stream: torch.Stream | None) -> None:
         """Arranges for the completion time of the last message to be recorded, without polling.
 
-        On a GPU, the side stream waits for it, which delays no other work.
+        On an accelerator, the side stream waits for it, which delays no other work.
         """
         message = self._messages[-1]
         if side_stream is not None:
-            with torch.cuda.stream(side_stream):
+            with side_stream:
                 work.wait()
                 self._finish(message)
         elif isinstance(work, Pending):

@@ -68,7 +68,7 @@ def find_link(case: Mapping[str, CaseValue]) -> Link | None:
         return None
     if isinstance(rate, int | float):
         return Link(bytes_per_s=rate / 8, name=f"links shaped to {format_decimal(rate, 'bit/s')}")
-    if case.get("device") == "cuda" and case.get("num_hosts") == 1:
+    if case.get("device", "cpu") != "cpu" and case.get("num_hosts") == 1:
         with contextlib.suppress(HardwareError):
             device = find_device(str(case["hardware"]))
             name = f"{device.links[0].name}, the fastest link of {device.name}"

@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from paceline.core.files import atomic_file
+from paceline.devices import accelerator
 from paceline.traces.reader import AnyEvent, TraceError, TraceReader
 
 _FOOTER_BYTES = 2**16
@@ -148,8 +149,6 @@ def _kernel() -> str:
 MAX_RANKS = 16
 """Maximum number of ranks recorded: more lanes are unreadable, and the first ranks are typical."""
 
-_SNAPSHOT_ENTRIES = 1_000_000
-
 
 @contextlib.contextmanager
 def record_memory(
@@ -157,18 +156,15 @@ def record_memory(
 ) -> Iterator[None]:
     """Records every allocation with its Python stack.
 
-    On a GPU, the allocator's history is also written to `snapshot`, for torch's memory viewer.
+    On CUDA, the allocator's history is also written to `snapshot`, for torch's memory viewer.
     """
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+    accelerator.start_memory_history(device)
     try:
         with profiling(path, device, memory=True, stacks=True):
             yield
-        if device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+        accelerator.write_memory_history(device, snapshot)
     finally:
-        if device.type == "cuda":
-            torch.cuda.memory._record_memory_history(enabled=None)
+        accelerator.stop_memory_history(device)
 
 
 @contextlib.contextmanager
@@ -186,11 +182,8 @@ def profiling(
     """
     # The profiler logs its start and stop to stderr by default.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     with profile(
-        activities=activities,
+        activities=accelerator.profiler_activities(device),
         record_shapes=shapes,
         profile_memory=memory,
         with_stack=stacks,

@@ -9,6 +9,7 @@ import math
 from typing import Any, Literal
 
 from paceline.core.errors import UsageError
+from paceline.core.hardware import DeviceName
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape, require_context
 from paceline.core.strategies import (
@@ -220,8 +221,8 @@ class ParallelConfig:
     """Replicas of the sharded states, each sharded over the ranks that the axes leave over."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses a GPU if there is one."""
+    device: DeviceName = "auto"
+    """auto uses the accelerator if there is one."""
     timeout_s: float = 600.0
     """Seconds after which an unresponsive rank ends the run."""
     elastic: Literal["none", "replicas"] = "none"

@@ -20,6 +20,7 @@ from paceline.core.errors import RecordError, UsageError
 from paceline.core.lock import InUseError, owned
 from paceline.core.plan import Estimate
 from paceline.core.processes import stop_code
+from paceline.devices import accelerator
 from paceline.health.errors import AgreedError
 from paceline.parallel import distributed_session
 from paceline.parallel.ranks.collectives import from_first
@@ -137,12 +138,12 @@ def _be_rank(config: RunConfig, options: LaunchOptions, restarts: tuple[Restart,
 
 def _require_startable(config: RunConfig, num_ranks: int | None) -> int:
     """Checks the config before starting ranks, which takes seconds; returns their number."""
-    if config.parallel.device == "cpu" or not torch.cuda.is_available():
+    if accelerator.device_type(config.parallel.device) == "cpu":
         num_ranks = num_ranks or config.parallel.default_ranks
         rank_bytes = usable_bytes(torch.device("cpu"), num_ranks)
     else:
         # Each rank queries its own GPU: a query here would use memory on the first one.
-        num_ranks = num_ranks or torch.cuda.device_count()
+        num_ranks = num_ranks or accelerator.num_accelerators()
         rank_bytes = None
     require_startable(config, num_ranks, rank_bytes)
     return num_ranks

@@ -20,6 +20,7 @@ from torch import nn
 
 from paceline.core.host import resident_bytes
 from paceline.data.loader.torch_batches import TorchLoader
+from paceline.devices import accelerator
 from paceline.health.config import HealthConfig
 from paceline.health.hang import Watchdog
 from paceline.health.monitor import HealthMonitor
@@ -87,10 +88,10 @@ class StepProbe:
 
 
 def memory_in_use_bytes(device: torch.device) -> int:
-    """Returns the peak of a GPU's tensors since the start, or this process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resident_bytes()
+    """Returns an accelerator's peak since the start, or this process's resident memory."""
+    if device.type == "cpu":
+        return resident_bytes()
+    return accelerator.peak_allocated_bytes(device)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

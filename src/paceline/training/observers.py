@@ -17,10 +17,10 @@ from paceline.core.presets import model_preset
 from paceline.core.runnable import needs_mesh
 from paceline.core.specs import BatchShape
 from paceline.core.units import format_decimal, format_duration, format_seconds
+from paceline.devices.hardware import describe_hardware
 from paceline.kernels.attention.api import resolve_implementation
 from paceline.parallel import Session
 from paceline.parallel.mesh.layout import describe
-from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.supervisor import Restart
 from paceline.records import CaseValue, Record, RecordStore, capture_environment
 from paceline.records.kinds import MODEL_FIELDS

@@ -28,13 +28,13 @@ from paceline.core.processes import note_stop_request, stop_code, stop_signals
 from paceline.core.specs import precision_preset
 from paceline.data.manifest import TOKENIZER, read_manifest
 from paceline.data.storage import open_storage
-from paceline.parallel import Session
-from paceline.parallel.ranks.hardware import (
+from paceline.devices.hardware import (
     describe_hardware,
     memory_limit_bytes,
     peak_flops,
     usable_memory_bytes,
 )
+from paceline.parallel import Session
 from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.ranks.supervisor import Restart
 from paceline.records.environment import capture_environment
@@ -212,7 +212,7 @@ def expect(resolved: ResolvedRun, session: Session, final_loss: Estimate | None 
 def usable_bytes(device: torch.device, ranks_per_host: int) -> int | None:
     """Returns the memory that a rank may use: its whole GPU, or its part of the host's memory."""
     usable = usable_memory_bytes(device)
-    if usable is None or device.type == "cuda":
+    if usable is None or device.type != "cpu":
         return usable
     return usable // ranks_per_host
 

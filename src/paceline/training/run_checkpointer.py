@@ -179,7 +179,7 @@ class RunCheckpointer:
         loader.load_state_dict(restored.identity["data"])
         if len(restored.ranks) == self._session.world_size:
             # Random states are per rank, so they cannot be restored at another world size.
-            restore_random_state(restored.ranks[self._session.rank]["random"])
+            restore_random_state(restored.ranks[self._session.rank]["random"], self._session.device)
         return restored.step
 
     def finish(self) -> None:
@@ -212,7 +212,7 @@ class RunCheckpointer:
         return (
             training_state(train_state.model, train_state.optimizers, train_state.stages),
             msgspec.to_builtins(identity),
-            {"random": capture_random_state()},
+            {"random": capture_random_state(self._session.device)},
         )
 
     def _load(self, source: Source, train_state: TrainState) -> None:

@@ -22,7 +22,7 @@ from paceline.benchmarks.attention import (
 from paceline.benchmarks.config import AttentionCase, AttentionSweep
 from paceline.benchmarks.harness.measure import TORCH_DTYPES
 from paceline.core.units import MIB
-from paceline.parallel.ranks.hardware import HardwareLocation
+from paceline.devices.hardware import HardwareLocation
 from paceline.records import find_kind
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from paceline.benchmarks.options import ShapeOverrides
 from paceline.benchmarks.step import TimedStep, measure_step, step_case_fields
 from paceline.core import precision_preset
 from paceline.core.specs import Phase
-from paceline.parallel.ranks.hardware import HardwareLocation, peak_flops
+from paceline.devices.hardware import HardwareLocation, peak_flops
 from paceline.records import find_kind
 
 SWEEP = StepSweep(

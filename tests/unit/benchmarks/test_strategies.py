@@ -47,6 +47,6 @@ def test_hosts_share_what_ranks_hold_unless_they_are_virtual(
 def test_a_gpu_has_its_own_memory() -> None:
     said = obstacle(0.9 * STATES, ["torch_ddp"], device="cuda")
     assert said is not None
-    assert said.startswith("a GPU")
+    assert said.startswith("a device")
     assert obstacle(1.1 * STATES, ["torch_ddp"], device="cuda") is None
     assert obstacle(0.6 * STATES, ["fsdp"], device="cuda") is None

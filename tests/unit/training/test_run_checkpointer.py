@@ -15,6 +15,7 @@ from paceline.training import run_checkpointer
 from paceline.training.config import CheckpointConfig, DataConfig, RunConfig
 from paceline.training.run_checkpointer import RunCheckpointer, RunIdentity, identity_of
 
+CPU = torch.device("cpu")
 SHAPE = ModelShape(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4)
 OURS = RunIdentity(shape=SHAPE, data={"position": 3})
 THEIRS = RunIdentity(hugging_face={"model_type": "gpt2", "n_layer": 2, "transformers_version": "5"})
@@ -51,7 +52,7 @@ def _random_states(number: int) -> list[dict[str, Any]]:
     states = []
     for rank in range(number):
         torch.manual_seed(rank)
-        states.append({"random": capture_random_state()})
+        states.append({"random": capture_random_state(CPU)})
     torch.manual_seed(99)
     return states
 
@@ -60,7 +61,7 @@ def _random_states(number: int) -> list[dict[str, Any]]:
 def test_a_rank_goes_on_with_its_own_random_numbers(rank: int, world_size: int) -> None:
     """Of another number of ranks, nobody's numbers are continued."""
     checkpointer = cast(Any, SimpleNamespace())
-    checkpointer._session = SimpleNamespace(rank=rank, world_size=world_size)
+    checkpointer._session = SimpleNamespace(rank=rank, world_size=world_size, device=CPU)
     ranks = _random_states(2)
     restored = SimpleNamespace(step=7, identity={"data": {"samples": 3}}, ranks=ranks)
     position = _Position()

@@ -21,15 +21,12 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from paceline.benchmarks.harness.measure import measured, resolve_device
-from paceline.benchmarks.options import DeviceName, RunLimits
+from paceline.benchmarks.options import RunLimits
 from paceline.core.errors import is_out_of_memory
+from paceline.core.hardware import DeviceName
 from paceline.core.processes import die_with_parent, ignore_sigint
 from paceline.core.units import GIB, Progress, format_binary_bytes
-from paceline.parallel.ranks.hardware import (
-    HardwareLocation,
-    describe_hardware,
-    usable_memory_bytes,
-)
+from paceline.devices.hardware import HardwareLocation, describe_hardware, usable_memory_bytes
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.schema import Outcome
 

@@ -9,7 +9,6 @@ step, activations hide it. On CUDA the allocator tracks the peak. On a CPU it is
 profiler's allocation events; the kernel's count of resident pages is reported separately.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from paceline.accounting.intervals import bootstrap_medians
 from paceline.core.errors import UsageError
 from paceline.core.units import Progress
-from paceline.parallel.ranks.device_clock import synchronize
+from paceline.devices import accelerator
 from paceline.records import CaseValue, Metric, Record
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.kinds import PREDICTION, PREDICTS
@@ -36,12 +35,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        synchronize(device)
+        accelerator.synchronize(device)
         self._last = time.perf_counter()
 
     def lap(self) -> float:
         """Returns the seconds since the last lap, or since the stopwatch was created."""
-        synchronize(self._device)
+        accelerator.synchronize(self._device)
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         return elapsed
@@ -107,15 +106,15 @@ def step_peaks(
 
     `resident_tensors` exist before the step, and the step does not release them.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         resident = storage_bytes(resident_tensors)
         return {name: resident + peak for name, peak in peak_allocations(phases).items()}
     peaks = {}
     for name, run in phases.items():
-        torch.cuda.reset_peak_memory_stats(device)
+        accelerator.reset_peak(device)
         run()
-        torch.cuda.synchronize(device)
-        peaks[name] = torch.cuda.max_memory_allocated(device)
+        accelerator.synchronize(device)
+        peaks[name] = accelerator.peak_allocated_bytes(device)
     return peaks
 
 
@@ -127,30 +126,20 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device named auto, cpu or cuda; raises if it is missing."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    return torch.device(name)
+    """Returns the device that --device names; raises if it is missing."""
+    try:
+        return torch.device(accelerator.device_type(name))
+    except UsageError as error:
+        raise UsageError(f"--device {name}: {error}") from None
 
 
 def current_environment() -> Environment:
     """Describes this machine, accelerators included."""
     names = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
     return capture_environment(
-        devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        devices=[accelerator.device_name(device) for device in accelerator.all_accelerators()],
         backends=[name for name in names if dist.is_backend_available(name)],
     )
-
-
-def peer_links() -> list[str]:
-    """Returns the pairs of accelerators with direct access to each other's memory."""
-    return [
-        f"cuda:{first} <-> cuda:{second} peer access"
-        for first, second in itertools.combinations(range(torch.cuda.device_count()), 2)
-        if torch.cuda.can_device_access_peer(first, second)
-    ]
 
 
 Numbers = Mapping[str, Metric | float | Sequence[float]]

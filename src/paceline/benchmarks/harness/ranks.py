@@ -23,9 +23,10 @@ from paceline.benchmarks.options import RankSweep
 from paceline.core.errors import PacelineError, UsageError
 from paceline.core.host import threads_per_rank
 from paceline.core.units import Progress
+from paceline.devices import accelerator
+from paceline.devices.hardware import describe_hardware
 from paceline.parallel import RankPool, distributed_session
 from paceline.parallel.ranks.collectives import reduce_numbers
-from paceline.parallel.ranks.hardware import describe_hardware
 from paceline.parallel.ranks.placement import is_launched
 from paceline.records import CaseValue, Record
 from paceline.records.schema import Outcome
@@ -107,12 +108,12 @@ def measuring_ranks(
         return
     chosen = resolve_device(device)
     for world_size in world_sizes or default:
-        if chosen.type == "cuda" and torch.cuda.device_count() < world_size:
+        if chosen.type != "cpu" and accelerator.num_accelerators() < world_size:
             raise UsageError(
-                f"{world_size} ranks need as many GPUs, but this machine has "
-                f"{torch.cuda.device_count()}; use --device cpu or a smaller {flag}"
+                f"{world_size} ranks need as many accelerators, but this machine has "
+                f"{accelerator.num_accelerators()}; use --device cpu or a smaller {flag}"
             )
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        backend = accelerator.default_backend(chosen.type)
         with RankPool(
             world_size, backend=backend, timeout_s=timeout_s, run_timeout_s=run_timeout_s
         ) as pool:
@@ -150,8 +151,7 @@ def sweep_ranks(sweep: RankSweep, *, grace_s: float = BUILDING_S) -> Iterator[Me
 def _on_rank(
     rank: int, _world_size: int, function: Callable[..., Any], device_type: str, *arguments: Any
 ) -> Any:
-    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
-    return function(device, *arguments)
+    return function(accelerator.nth_device(device_type, rank), *arguments)
 
 
 class Step(Protocol):

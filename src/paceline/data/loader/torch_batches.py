@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from paceline.data.loader.batches import Allocate, Batch
 from paceline.data.loader.config import LoaderConfig
 from paceline.data.loader.loader import TokenLoader
+from paceline.devices.accelerator import pins_memory
 
 
 class TorchBatch(NamedTuple):
@@ -145,7 +146,7 @@ def _optional(
 
 
 def _allocate_for(device: torch.device) -> Allocate | None:
-    if device.type != "cuda":
+    if not pins_memory(device):
         return None
 
     def allocate(shape: tuple[int, int]) -> npt.NDArray[np.int64]:

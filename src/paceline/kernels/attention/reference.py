@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.core.ranges import ATTENTION_SCORES, ATTENTION_SOFTMAX, ATTENTION_VALUES
+from paceline.devices.named_range import named_range
 from paceline.kernels.attention.layout import CausalAlign, causal_diagonal, default_scale
-from paceline.kernels.named_range import named_range
 
 
 def attention_reference(

@@ -26,6 +26,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from paceline.core.errors import UsageError
+from paceline.devices import accelerator
 from paceline.parallel.buckets import RankWeight, reducible_gradient, view_like
 from paceline.parallel.dtensor import as_dtensor, local_tensor
 from paceline.parallel.fsdp.sharding import LayerLayout, Piece, Run, Sharding
@@ -102,6 +103,8 @@ class GradientMessage:
         self._in_open: set[int] = set()
         self._kept: Tensor | None = None
         self._in_kept: set[int] = set()
+        self._writer: torch.Stream | None = None
+        """The stream that wrote the message's last gradient."""
         self._in_flight: list[tuple[ReduceScatter, int]] = []
         self._sums: list[tuple[Tensor, Pending | None]] = []
         self.arrived: set[int] = set()
@@ -123,6 +126,7 @@ class GradientMessage:
             parameter.full, parameter.name, self._dtype, self._layout.device
         )
         parameter.full.grad = None
+        self._follow_writer()
         if keep:
             self._kept = self._new(self._layout.dtype) if self._kept is None else self._kept
             target, present = self._kept, self._in_kept
@@ -140,6 +144,7 @@ class GradientMessage:
 
         Without a weight, all ranks have equal weight.
         """
+        self._follow_writer()
         message = self._open
         if message is None:
             message = self._new(self._reduce_dtype)
@@ -224,6 +229,18 @@ class GradientMessage:
         self._in_flight, self._sums, self.arrived = [], [], set()
         for parameter in self._parameters:
             parameter.full.grad = None
+
+    def _follow_writer(self) -> None:
+        """Orders the current stream after the one that wrote the message, and makes it the writer.
+
+        Autograd hands over gradients in the stream in which their parameters were created, and
+        ends a layer's backward pass in that of its forward pass.
+        """
+        device = self._layout.device
+        stream = accelerator.current_stream(device)
+        if self._writer is not None and stream != self._writer:
+            accelerator.follow(device, self._writer)
+        self._writer = stream
 
     def _start(self, message: Tensor) -> ReduceScatter:
         group = self._sharding.shard_group
@@ -327,7 +344,7 @@ class ShardedLayer:
         self.num_users = 0
         """Number of running forward calls that need the full parameters."""
         self._arriving: list[Pending] = []
-        self._ready: torch.cuda.Event | None = None
+        self._ready: torch.Event | None = None
         self._is_filled = False
         self._version = 0
         self._is_gathered = True
@@ -385,7 +402,7 @@ class ShardedLayer:
     def wait(self) -> None:
         """Makes the current stream wait until the full parameters have arrived."""
         if self._ready is not None:
-            self._ready.wait(torch.cuda.current_stream(self.layout.device))
+            accelerator.wait_in_stream(self.layout.device, self._ready)
         if self._is_filled or self._is_in_place:
             return
         self._is_filled = True
@@ -398,10 +415,8 @@ class ShardedLayer:
                     rows = self.layout.rows(run, self._alone, self._packed)
                     _copy_out(rows, run, self.layout, [p.full for p in self.parameters])
         self._packed = None
-        if self.layout.device.type == "cuda":
-            # Later waits in other streams must wait for the copies too.
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record(torch.cuda.current_stream(self.layout.device))
+        # Later waits in other streams must wait for the copies too.
+        self._ready = accelerator.point_in_stream(self.layout.device)
 
     def free(self) -> None:
         """Frees the memory of the full parameters, unless a forward pass uses them."""

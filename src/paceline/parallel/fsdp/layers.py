@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UsageError
+from paceline.devices import accelerator
 from paceline.parallel.dtensor import as_dtensor
 from paceline.parallel.fsdp.layer import LayerParameter, Named, ShardedLayer
 from paceline.parallel.fsdp.sharding import Sharding, lay_out
@@ -324,9 +325,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
     """Returns the device that a group's ranks compute on."""
-    if torch.device("cuda") in group._device_types and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return accelerator.selected_device(group._device_types)
 
 
 def allocate_buffers(module: nn.Module, device: torch.device) -> list[str]:

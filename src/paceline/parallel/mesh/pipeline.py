@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 
 from paceline.core.errors import UsageError
 from paceline.core.ranges import PipelineRange
-from paceline.kernels.named_range import named_range
+from paceline.devices.named_range import named_range
 from paceline.parallel.dtensor import complete_gradient, local_tensor, whole_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -152,7 +152,7 @@ class ReduceScatter(Pending):
 
 def works_in_place(device: torch.device) -> bool:
     """Returns whether the device's backend has both collectives as in-place calls."""
-    return device.type == "cuda"
+    return device.type != "cpu"
 
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:

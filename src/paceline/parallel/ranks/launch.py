@@ -32,6 +32,7 @@ import torch.distributed as dist
 from paceline.core.errors import PacelineError
 from paceline.core.host import threads_per_rank
 from paceline.core.processes import ignore_sigint
+from paceline.devices import accelerator
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import RENDEZVOUS_FILE, Placement, local_placement
 from paceline.parallel.ranks.rendezvous import rendezvous_path
@@ -227,10 +228,8 @@ def _rank_main(
     os.environ[RENDEZVOUS_FILE] = rendezvous
     try:
         torch.set_num_threads(threads_per_rank(world_size))
-        device = torch.device("cpu")
-        if backend == "nccl":
-            device = torch.device("cuda", rank)
-            torch.cuda.set_device(device)
+        device = accelerator.nth_device(accelerator.device_type_of_backend(backend), rank)
+        accelerator.select(device)
         join_process_group(placement, backend, device, timeout_s)
         while True:
             try:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
 from paceline.core.units import format_decimal
-from paceline.parallel.ranks import device_clock
+from paceline.devices import accelerator
 
 
 class _Waited:
@@ -113,7 +113,7 @@ class Pending:
         self._is_over = not self._works
         """Whether no further wait is necessary."""
         self._watcher: threading.Thread | None = None
-        if self._works and device_clock.current_stream(device) is None:
+        if self._works and accelerator.current_stream(device) is None:
             _in_flight[self] = None
 
     def is_completed(self) -> bool:
@@ -146,7 +146,7 @@ class Pending:
         """Whether the program, or the current GPU stream, has already waited without an error."""
         if self._failure is not None:
             return False
-        return self._is_over or device_clock.current_stream(self._device) in self._ordered
+        return self._is_over or accelerator.current_stream(self._device) in self._ordered
 
     def wait(self) -> None:
         """Waits for completion, on a GPU in the current stream; raises `CollectiveError`."""
@@ -161,7 +161,7 @@ class Pending:
             if self._is_over:
                 return
             try:
-                stream = device_clock.current_stream(self._device)
+                stream = accelerator.current_stream(self._device)
                 if stream not in self._ordered:
                     for work in self._works:
                         work.wait()
@@ -190,7 +190,7 @@ def drain(device: torch.device) -> None:
     """
     for pending in list(_in_flight):
         pending._wait_once()
-    device_clock.synchronize(device)
+    accelerator.synchronize(device)
 
 
 def abandon() -> None:

@@ -30,6 +30,7 @@ from paceline.core.processes import (
     termination_as_exit,
     wait_for_group,
 )
+from paceline.devices import accelerator
 from paceline.parallel.ranks.heartbeats import Phase, beat
 from paceline.parallel.ranks.pending import abandon, drain
 from paceline.parallel.ranks.placement import (
@@ -54,7 +55,7 @@ class Session:
     device: torch.device
     """The device that it computes on."""
     backend: str
-    """nccl or gloo."""
+    """nccl, gloo or another accelerator's."""
 
     @property
     def rank(self) -> int:
@@ -78,25 +79,27 @@ def distributed_session(
     """Joins the process group on entry and leaves it on exit.
 
     Args:
-        ranks_per_host: Number of ranks to start if no launcher has; by default one per GPU, or one.
-            Ignored under torchrun, the lab and Slurm with a task per rank.
-        device: auto, cpu or cuda. cuda means NCCL and the GPU of the local rank, cpu gloo.
+        ranks_per_host: Number of ranks to start if no launcher has; by default one per accelerator,
+            or one. Ignored under torchrun, the lab and Slurm with a task per rank.
+        device: auto, cpu or the type of the accelerators: cuda means NCCL and the GPU of the
+            local rank, cpu gloo.
         timeout_s: Timeout of each collective.
         grace_s: Time that ranks started here have to exit when this process receives a stop signal,
             which it forwards to them.
     """
     die_with_agent(os.environ)
-    device_type = _device_type(device)
+    device_type = accelerator.device_type(device)
     if ranks_per_host is None:
         ranks_per_host = _default_ranks_per_host(device_type)
     placement = find_placement(os.environ, ranks_per_host)
     if isinstance(placement, HostPlacement):
         raise SystemExit(_run_copies(placement, grace_s))
     own_device = torch.device(device_type)
-    if device_type == "cuda":
-        own_device = torch.device("cuda", accelerator_index(placement, torch.cuda.device_count()))
-        torch.cuda.set_device(own_device)
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type != "cpu":
+        index = accelerator_index(placement, accelerator.num_accelerators())
+        own_device = torch.device(device_type, index)
+        accelerator.select(own_device)
+    backend = accelerator.default_backend(device_type)
     join_process_group(placement, backend, own_device, timeout_s)
     try:
         yield Session(placement=placement, device=own_device, backend=backend)
@@ -121,7 +124,7 @@ def join_process_group(
     if placement.num_hosts == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    device_id = device if device.type == "cuda" else None
+    device_id = None if device.type == "cpu" else device
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and placement.world_size > 1:
         store = attempt_store(placement, timeout)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -140,19 +143,11 @@ def join_process_group(
     )
 
 
-def _device_type(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("torch sees no CUDA device here; use the device cpu")
-    return device
-
-
 def _default_ranks_per_host(device_type: str) -> int:
     accelerators = slurm_accelerators(os.environ)
     if accelerators is not None:
         return accelerators
-    return torch.cuda.device_count() if device_type == "cuda" else 1
+    return 1 if device_type == "cpu" else accelerator.num_accelerators()
 
 
 def _run_copies(host: HostPlacement, grace_s: float) -> int:

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
+from paceline.devices.accelerator import Moment
 from paceline.parallel.buckets import BucketPlan, GradientBucket, RankWeight, view_like
 from paceline.parallel.ranks.collectives import GroupReference, ReduceScatter, start_reduce_scatter
-from paceline.parallel.ranks.device_clock import Moment
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.zero.flat_parameters import FlatParameters
 

@@ -27,11 +27,11 @@ from torch import nn
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
+from paceline.devices.accelerator import Moment, seconds_between
 from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.contract import LocalGradients, is_compiled
 from paceline.parallel.ddp import DataParallel, bucket_cap_bytes
 from paceline.parallel.ranks.collectives import works_in_place
-from paceline.parallel.ranks.device_clock import Moment, seconds_between
 from paceline.parallel.reducer import GradientSynchronizer, LaunchPolicy
 from paceline.parallel.traffic import SynchronizationStats
 from paceline.parallel.zero.bucket import ShardedBucket, ShardedParameters, find_sharded_parameters

@@ -36,7 +36,8 @@ from torch.optim import Optimizer
 from paceline.accounting.buckets import assign_largest_first, equal_share
 from paceline.core.errors import UsageError
 from paceline.core.ranges import WAIT
-from paceline.kernels.named_range import named_range
+from paceline.devices import accelerator
+from paceline.devices.named_range import named_range
 from paceline.parallel.buckets import (
     BucketPlan,
     Slot,
@@ -45,7 +46,6 @@ from paceline.parallel.buckets import (
     plan_buckets,
     view_like,
 )
-from paceline.parallel.ranks import device_clock
 from paceline.parallel.ranks.collectives import start_all_gather
 from paceline.parallel.ranks.pending import Pending
 
@@ -344,6 +344,10 @@ _NEEDS_NO_VALUE: frozenset[Any] = frozenset(
 """Accessors that read no values, used between a step and the next forward pass (zero_grad)."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
+"""Types without a call of their own, which functions of Python pass on all the same."""
+
+
 class _InFlight:
     """Waits before any operation on a parameter."""
 
@@ -358,8 +362,11 @@ class _InFlight:
             for each in types:
                 if issubclass(each, _InFlight):
                     each._arriving.wait()
-            if not all(issubclass(each, _InFlight) for each in types):
-                return function(*arguments, **keywords)  # Other subclasses must get their call.
+            # Other subclasses must get their call. In a stream other than the sender's, parameters
+            # keep this class, and a new call of the function would come back here.
+            for each in types:
+                if not issubclass(each, _InFlight) and each not in _PLAIN:
+                    return each.__torch_function__(function, types, arguments, keywords)  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **keywords)
 
@@ -385,9 +392,9 @@ class ArrivingParameters:
         self._sender: Hashable = None
         """The stream that sent the values."""
         self._are_marked = False
-        self.is_timed = device_clock.current_stream(device) is None
+        self.is_timed = accelerator.current_stream(device) is None
         """Whether readers' waits are timed; off by default on a GPU, where timing needs events."""
-        self.waits: list[tuple[device_clock.Moment, device_clock.Moment]] = []
+        self.waits: list[tuple[accelerator.Moment, accelerator.Moment]] = []
         """Start and end of the readers' waits since the list was last cleared."""
         waiting: dict[type, type] = {}
         for own in dict.fromkeys(type(parameter) for parameter in parameters):
@@ -403,7 +410,7 @@ class ArrivingParameters:
         if pending.is_awaited:
             return
         self._pending = pending
-        self._sender = device_clock.current_stream(self._device)
+        self._sender = accelerator.current_stream(self._device)
         self._are_marked = True
         for reference, _, waiting in self._classes:
             if (parameter := reference()) is not None:
@@ -423,12 +430,12 @@ class ArrivingParameters:
         if pending is None:
             return
         if not pending.is_awaited:
-            began = device_clock.now(self._device) if self.is_timed else None
+            began = accelerator.now(self._device) if self.is_timed else None
             with named_range(WAIT):
                 pending.wait()
             if began is not None:
-                self.waits.append((began, device_clock.now(self._device)))
-        stream = device_clock.current_stream(self._device)
+                self.waits.append((began, accelerator.now(self._device)))
+        stream = accelerator.current_stream(self._device)
         if stream is None:
             self._pending = None
         if self._are_marked and stream == self._sender:

@@ -6,7 +6,7 @@ import torch
 from paceline.benchmarks.harness.measure import Stopwatch, sample, step_peaks, storage_bytes
 from paceline.core.host import reset_resident_peak, resident_peak_bytes
 from paceline.core.units import MIB
-from paceline.parallel.ranks.hardware import usable_memory_bytes
+from paceline.devices.hardware import usable_memory_bytes
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from paceline.parallel.ranks import collectives, device_clock
+from paceline.devices import accelerator
+from paceline.parallel.ranks import collectives
 from tests.unit.parallel.simulation.device import Device, SimulatedWork
 from tests.unit.parallel.simulation.scheduler import Scheduler
 
@@ -177,7 +178,7 @@ def simulated_ranks(num_ranks: int) -> Iterator[tuple[Scheduler, Device]]:
     try:
         with (
             mock.patch.object(collectives, "works_in_place", _always),
-            mock.patch.object(device_clock, "current_stream", device.current_stream),
+            mock.patch.object(accelerator, "current_stream", device.current_stream),
         ):
             scheduler.run(join, seed=0)
             yield scheduler, device

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.kernels.named_range import named_range
+from paceline.devices.named_range import named_range
 
 
 def test_the_profiler_sees_a_range() -> None:

@@ -9,6 +9,7 @@ from paceline.core.errors import HardwareError
 from paceline.core.hardware import find_device
 from paceline.core.host import host_limit_bytes, usable_host_bytes
 from paceline.core.specs import DType, Precision
+from paceline.devices import accelerator
 from paceline.records.environment import processor_name
 from paceline.records.links import link_case_fields
 from paceline.records.schema import CaseValue
@@ -19,7 +20,7 @@ class HardwareLocation:
     """The hardware of a benchmark case, as stored in its record."""
 
     device: str
-    """cpu or cuda."""
+    """cpu, or the type of accelerator, such as cuda."""
     hardware: str
     """Name in the hardware table, or else the name that the driver or processor reports."""
     threads: int
@@ -33,8 +34,8 @@ class HardwareLocation:
 def describe_hardware(device: torch.device) -> HardwareLocation:
     """Returns a description of a device's hardware."""
     hardware = processor_name()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        hardware = accelerator.device_name(device)
         # If the table has no entry, the driver's name is kept.
         with contextlib.suppress(HardwareError):
             hardware = find_device(hardware).name
@@ -53,15 +54,16 @@ def peak_flops(location: HardwareLocation, precision: Precision) -> float | None
 
 
 def usable_memory_bytes(device: torch.device) -> int | None:
-    """Returns the memory that is still available on a GPU or the host; None if unknown."""
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return free
-    return usable_host_bytes()
+    """Returns the memory that is still available on an accelerator or the host; None if unknown."""
+    if device.type == "cpu":
+        return usable_host_bytes()
+    free, _total = accelerator.free_and_total_bytes(device)
+    return free
 
 
 def memory_limit_bytes(device: torch.device) -> int | None:
-    """Returns the total memory of a GPU or the host; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return host_limit_bytes()
+    """Returns the total memory of an accelerator or the host; None if unknown."""
+    if device.type == "cpu":
+        return host_limit_bytes()
+    _free, total = accelerator.free_and_total_bytes(device)
+    return total

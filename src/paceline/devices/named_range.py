@@ -6,21 +6,23 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import record_function
 
+from paceline.devices import accelerator
+
 
 def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Marks the enclosed code; costs a microsecond or two when no profiler is active."""
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()  # A compiled graph has no ranges, and torch would warn.
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if accelerator.has_named_ranges():
         return _range_on_gpu(name)
     return record_function(name)
 
 
 @contextlib.contextmanager
 def _range_on_gpu(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    accelerator.push_range(name)
     try:
         with record_function(name):
             yield
     finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        accelerator.pop_range()

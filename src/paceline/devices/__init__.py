@@ -1,0 +1,1 @@
+"""The device that a rank computes on: one seam for every kind, its hardware, named ranges."""

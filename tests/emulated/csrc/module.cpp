@@ -1,0 +1,31 @@
+// What Python sees of the emulated device.
+#include <torch/extension.h>
+
+#include "group.h"
+#include "tensors.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  using without_lock = py::call_guard<py::gil_scoped_release>;
+  m.def("make_group", &emulated::make_group);
+  m.def("num_devices", &emulated::num_devices);
+  m.def("seed", &emulated::seed_generators, without_lock());
+  m.def("default_generator", [](int device) { return emulated::default_generator(device); });
+  m.def("synchronizations", &emulated::synchronizations);
+  m.def("clear_synchronizations", &emulated::clear_synchronizations);
+  m.def("forbid_synchronizations", &emulated::forbid_synchronizations);
+  m.def("hazards", &emulated::hazards);
+  m.def("clear_hazards", &emulated::clear_hazards);
+  m.def("num_launches", &emulated::num_launches);
+  m.def("clear_launches", &emulated::clear_launches);
+  m.def("delay_tasks", &emulated::delay_tasks);
+  m.def("poison_freed", &emulated::poison_freed);
+  m.def("limit_memory", &emulated::limit_memory);
+  m.def("memory", [](int device) {
+    auto numbers = emulated::statistics(device);
+    return std::map<std::string, int64_t>{{"allocated", numbers.allocated},
+                                          {"peak_allocated", numbers.peak_allocated},
+                                          {"reserved", numbers.reserved},
+                                          {"peak_reserved", numbers.peak_reserved}};
+  });
+}
