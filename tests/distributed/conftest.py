@@ -8,6 +8,7 @@ from multiprocessing import forkserver
 import pytest
 
 from paceline.parallel import RankPool
+from tests import devices
 
 _PRELOADED = [
     *("paceline.parallel.ranks.launch", "paceline.training.run"),
@@ -40,7 +41,9 @@ class Pools:
     def __call__(self, world_size: int) -> RankPool:
         """Returns the pool of a world size."""
         if world_size not in self._pools:
-            self._pools[world_size] = CountedPool(world_size, timeout_s=60)
+            self._pools[world_size] = CountedPool(
+                world_size, backend=devices.backend(), timeout_s=60
+            )
         return self._pools[world_size]
 
     def close(self, most_threads: int = 0) -> None:

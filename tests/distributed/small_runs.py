@@ -5,7 +5,6 @@ import pathlib
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from paceline.data.loader.config import SourceConfig
@@ -26,6 +25,7 @@ from paceline.training.config import (
 )
 from paceline.training.metrics import MetricsFile, StepRow
 from paceline.training.run import run
+from tests import devices
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 
@@ -63,7 +63,9 @@ def train_rank(_rank: int, _world_size: int, config: RunConfig) -> None:
         host=0,
         launcher="spawn",
     )
-    run(config, Session(placement=placement, device=torch.device("cpu"), backend="gloo"))
+    device = devices.device_of(dist.get_rank())
+    run(config, Session(placement=placement, device=device, backend=devices.backend()))
+    assert devices.hazards() == []
 
 
 def losses_of(config: RunConfig) -> list[float]:

@@ -35,6 +35,7 @@ from paceline.training.config import (
 from paceline.training.metrics import EvaluationRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.recovery import explain_nonfinite
 from paceline.training.run import run
+from tests import devices
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 Pools = Callable[[int], RankPool]
@@ -61,8 +62,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def _train(_rank: int, _world_size: int, config: RunConfig) -> None:
     """Trains on this rank."""
     placement = local_placement("spawn", dist.get_rank(), dist.get_world_size())
-    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
-    run(config, session)
+    device = devices.device_of(dist.get_rank())
+    run(config, Session(placement=placement, device=device, backend=devices.backend()))
+    assert devices.hazards() == []
 
 
 def _rows(config: RunConfig) -> list[MetricsRow]:

@@ -345,6 +345,7 @@ def test_memory_is_counted_as_cuda_counts_it() -> None:
 
 
 def test_freed_memory_can_be_poisoned(device_module: Any) -> None:
+    torch.accelerator.empty_cache()  # What was freed before is not poisoned.
     with device_module.poison():
         torch.ones(1000, device=DEVICE)
         assert bool(torch.empty(1000, device=DEVICE).isnan().all())
@@ -416,3 +417,10 @@ def test_training_equals_that_on_a_cpu(precision: torch.dtype | None) -> None:
         return found
 
     assert losses(DEVICE) == pytest.approx(losses(torch.device("cpu")), abs=1e-6)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.ModuleList([first, second]).to(DEVICE)
+    assert model[0].weight is model[1].weight

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.audit import DIGEST_PARTS, join_digest, split_digest
+from paceline.devices import accelerator
 from paceline.health.monitor import HealthMonitor
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.ranks.heartbeats import Phase, beat
@@ -91,17 +92,17 @@ class TrainingStep:
         loss = self.forward_and_backward(tokens, targets)
         read = digest if self._shard.counts_data else 0
         notes = () if self._monitor is None else self._monitor.notes()
-        host = torch.tensor([float(stop), *split_digest(read), *notes], dtype=torch.float64)
+        own = accelerator.send_numbers([float(stop), *split_digest(read), *notes], self._device)
         beat(Phase.ALL_REDUCE)
         # With an infinite maximum norm, torch measures the norm without clipping.
         norm = self._clip(self._config.clip_norm or math.inf)
         counted = loss.double() * self._shard.loss_weight
-        sums = torch.cat([counted.view(1), host.to(loss.device)])
+        sums = torch.cat([counted.view(1), own])
         if self._replicas is None:
             dist.all_reduce(sums)
         else:
             self._replicas.add_up(sums)
-        # The only device-to-host synchronization of a step.
+        # The host waits here and nowhere else in a step: all work has been launched.
         total, num_stops, *rest, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
         result = StepResult(
             loss=total,

@@ -2,7 +2,13 @@
 #include "group.h"
 
 #include <c10/core/StreamGuard.h>
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
 
 #include "tensors.h"
 
@@ -98,17 +104,40 @@ struct Gloo {
   }
 };
 
+// Makes the gloo backend that moves a group's bytes.
+using MakeGloo = std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int, int,
+                                                                 std::chrono::milliseconds)>;
+
+struct GroupOptions final : c10d::Backend::Options {
+  explicit GroupOptions(std::chrono::milliseconds timeout) : Options("emulated", timeout) {}
+};
+
 struct Group final : c10d::Backend {
-  Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
-      : Backend(rank, size), gloo_{std::move(gloo), rank, size} {}
+  Group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, MakeGloo make_gloo)
+      : Backend(rank, size),
+        options(c10::make_intrusive<GroupOptions>(timeout)),
+        gloo_{make_gloo(store, rank, size, timeout), rank, size},
+        make_gloo_(std::move(make_gloo)) {}
+
+  c10::intrusive_ptr<GroupOptions> options;
 
   const std::string getBackendName() const override { return "emulated"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("emulated"); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& own) override {
+    auto it = std::find(ranks.begin(), ranks.end(), rank_);
+    if (it == ranks.end()) return nullptr;
+    return c10::make_intrusive<Group>(store, int(it - ranks.begin()), int(ranks.size()), own->timeout, make_gloo_);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
-  void setTimeout(std::chrono::milliseconds timeout) override { gloo_.backend->setTimeout(timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    options->timeout = timeout;
+    gloo_.backend->setTimeout(timeout);
+  }
 
   void startCoalescing() override { open_.emplace(); }
   WorkPtr endCoalescing() override {
@@ -284,6 +313,7 @@ struct Group final : c10d::Backend {
   }
 
   Gloo gloo_;
+  MakeGloo make_gloo_;
   std::optional<Open> open_;
   std::map<int, int64_t> streams_;
   std::mutex mutex_;
@@ -292,8 +322,15 @@ struct Group final : c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Backend>& gloo, int rank, int size) {
-  return c10::make_intrusive<Group>(gloo, rank, size);
+void bind_group(pybind11::module_& module) {
+  namespace py = pybind11;
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "Options")
+      .def("__deepcopy__", [](const GroupOptions& own, const py::dict&) { return c10::make_intrusive<GroupOptions>(own); });
+  py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(module, "Group").def_readonly("options", &Group::options);
+  module.def("make_group", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+                              MakeGloo make_gloo) {
+    return c10::make_intrusive<Group>(store, rank, size, timeout, std::move(make_gloo));
+  });
 }
 
 }  // namespace emulated

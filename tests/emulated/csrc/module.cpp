@@ -7,7 +7,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   using without_lock = py::call_guard<py::gil_scoped_release>;
-  m.def("make_group", &emulated::make_group);
+  emulated::bind_group(m);
   m.def("num_devices", &emulated::num_devices);
   m.def("seed", &emulated::seed_generators, without_lock());
   m.def("default_generator", [](int device) { return emulated::default_generator(device); });

@@ -5,6 +5,7 @@ commands that a test starts: torch loads what the entry point group `torch.backe
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import sys
@@ -43,13 +44,28 @@ def autoload() -> None:
     dist.Backend.register_backend(NAME, _make_group, devices=[NAME])
     # torch declares this for CUDA: a group of gloo may be made beside one of the device.
     dist.Backend.backend_capability["gloo"].append(NAME)
+    torch.nn.Module.to = _keeping_parameters(torch.nn.Module.to)  # type: ignore[method-assign]
     if seed := os.environ.get("EMULATED_SEED"):
         C.delay_tasks(int(seed), int(os.environ.get("EMULATED_DELAY_US", "300")))
     C.poison_freed(os.environ.get("EMULATED_POISON") == "1")
 
 
+def _keeping_parameters(move: Any) -> Any:
+    """Returns a `Module.to` that keeps parameters, and so ties, as on devices in torch's list."""
+
+    @functools.wraps(move)
+    def to(module: torch.nn.Module, *arguments: Any, **keywords: Any) -> torch.nn.Module:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return move(module, *arguments, **keywords)  # type: ignore[no-any-return]
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return to
+
+
 def _make_group(store: dist.Store, rank: int, size: int, timeout: Any) -> dist.Backend:
-    return C.make_group(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)  # type: ignore[no-any-return]
+    return C.make_group(store, rank, size, timeout, dist.ProcessGroupGloo)  # type: ignore[no-any-return]
 
 
 def _index(device: Any) -> int:

@@ -1,0 +1,41 @@
+"""The device that a session of tests is about: the CPU, the emulated accelerator, or a real one.
+
+`PACELINE_TEST_DEVICE` names it; `scripts/test emulated` and `scripts/test --gpu` set it. Tests of
+ranks take their device and backend from here, so that the same tests run on each.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.devices import accelerator
+
+
+def device_of(rank: int) -> torch.device:
+    """Returns a rank's device."""
+    kind = accelerator.device_type(os.environ.get("PACELINE_TEST_DEVICE", "cpu"))
+    return accelerator.nth_device(kind, rank)
+
+
+def backend() -> str:
+    """Returns the backend of the device's process groups."""
+    return accelerator.default_backend(device_of(0).type)
+
+
+def is_emulated() -> bool:
+    """Returns whether the session is about the emulated accelerator."""
+    return device_of(0).type == "emulated"
+
+
+def emulated() -> Any:
+    """Returns what tests ask of the emulated accelerator."""
+    import emulated_device  # type: ignore[import-not-found]
+
+    return emulated_device
+
+
+def hazards() -> Sequence[str]:
+    """Returns races of this process so far; none of a device that cannot tell."""
+    return emulated().hazards() if is_emulated() else []
