@@ -2,10 +2,10 @@
 
     python -m studies.parallel.removed_waits results/removed-waits.jsonl
 
-Every wait for a message or a stream, every event and every `non_blocking` flag of the code that runs
-between a batch and the optimizer's step is removed or inverted in a copy of the package, one at a
-time. A removal is flagged if a test on the emulated device fails: for a race, for a wait of the host
-that was not there, or for other numbers.
+Every wait for a message or a stream, every event and every `non_blocking` flag of the code between
+a batch and the optimizer's step is removed or inverted in a copy of the package, one at a time. A
+removal is flagged if a test on the emulated device fails: for a race, for a wait of the host that
+was not there before, or for other numbers.
 """
 
 import argparse
