@@ -19,9 +19,9 @@ def _losses(*command: str) -> list[str]:
     ("program", "options"),
     [
         ("plain_torch", ()),
-        ("lightning_module", ()),
+        pytest.param("lightning_module", (), marks=pytest.mark.slow),
         pytest.param("lightning_module", ("--strategy", "zero2"), marks=pytest.mark.slow),
-        ("hugging_face", ("--strategy", "zero2")),
+        pytest.param("hugging_face", ("--strategy", "zero2"), marks=pytest.mark.slow),
         pytest.param("hugging_face", (), marks=pytest.mark.slow),
         pytest.param("hugging_face", ("--strategy", "torch_fsdp2"), marks=pytest.mark.slow),
     ],

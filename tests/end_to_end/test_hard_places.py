@@ -24,7 +24,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return place
 
 
-@pytest.mark.parametrize("options", [pytest.param("ro", marks=pytest.mark.slow), "size=64k"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["ro", "size=64k"])
 def test_two_ranks_train_without_shared_memory(
     place: pathlib.Path, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def _steps(run: pathlib.Path) -> list[int]:
                 *("-m", "paceline", "train", "run.toml"),
             ),
             id="torchrun",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -83,6 +84,7 @@ def test_a_second_train_is_refused_and_after_kill_9_the_next_goes_on(
     assert audit_run(run) == (150, [])
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_that_come_second_are_refused(place: pathlib.Path) -> None:
     words = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline", "train")
     with owned(place / "taken", "paceline train"):

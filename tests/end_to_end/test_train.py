@@ -182,7 +182,7 @@ def _take_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_run_whose_terminal_is_closed_is_saved(place: pathlib.Path, ranks: str) -> None:
     out = f"closed-{ranks}"
     words = ["train", "run.toml", "--ranks", ranks, *_SMALL, "--set", f"out={out}"]
