@@ -1,7 +1,8 @@
-"""Acceptance checks of the containers for GPUs; at toy size they also run on CPUs.
+"""Acceptance checks of the containers for GPUs; at toy size they also run on other devices.
 
-Each check runs on every rank, raises if it fails, and returns numbers to record. Parts that only a
-GPU can show are skipped on a CPU.
+Each check runs on every rank, raises if it fails, and returns numbers to record. Parts that a
+device cannot show are skipped on it: a CPU is synchronous, and the emulated accelerator has no
+profiler.
 """
 
 import contextlib
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 
 from paceline.core.ranges import is_bucket_range
 from paceline.core.strategies import StrategyName
+from paceline.devices import accelerator
+from paceline.devices.accelerator import nth_device
 from paceline.parallel import DataParallelContainer
 from paceline.parallel.ranks.collectives import start_all_gather, start_reduce_scatter
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.traces.capture import record_ranks
+from tests import devices
 
 STRATEGIES: tuple[StrategyName, ...] = (
     *("naive", "flat", "overlapped", "ddp", "torch_ddp"),
@@ -46,11 +50,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = x + F.gelu(block(x))
         return x
-
-
-def device_of(rank: int, device_type: str) -> torch.device:
-    """Returns a rank's device."""
-    return torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
 
 
 def _model(device: torch.device, width: int, num_layers: int) -> nn.Module:
@@ -78,7 +77,7 @@ def equals_one_process(
     rank: int, world_size: int, device_type: str, strategy: StrategyName
 ) -> Numbers:
     """Trains and compares the mean loss of each step with that of one process on this device."""
-    device, width = device_of(rank, device_type), 32
+    device, width = nth_device(device_type, rank), 32
     model = apply_strategy(strategy, _model(device, width, 6))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-3)
     own = _train(model, optimizer, (_data(s, rank, width, device) for s in range(_STEPS)))
@@ -100,7 +99,7 @@ def equals_one_process(
 
 def collectives_are_right(rank: int, world_size: int, device_type: str) -> Numbers:
     """Runs reduce-scatter, all-gather and all-reduce on numbers whose sums are known."""
-    device = device_of(rank, device_type)
+    device = nth_device(device_type, rank)
     group = dist.group.WORLD
     assert group is not None
     length = 1000
@@ -128,11 +127,11 @@ def _peak_bytes(
     """Returns the allocator's peak over two steps; on a CPU, the bytes in use after them."""
     model = apply_strategy(strategy, _model(device, width, num_layers))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-3)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        accelerator.reset_peak(device)
     _train(model, optimizer, (_data(step, rank, width, device) for step in range(2)))
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return accelerator.peak_allocated_bytes(device)
     return _held_bytes(model, optimizer)
 
 
@@ -154,7 +153,7 @@ def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) ->
     In float32 a replica takes 16 bytes per parameter plus a bucket or two. Sharding the optimizer
     state saves 8 (n - 1)/n of them; gradients and parameters save 4 (n - 1)/n more each.
     """
-    device = device_of(rank, device_type)
+    device = nth_device(device_type, rank)
     num_layers = 16
     num_parameters = sum(p.numel() for p in Blocks(width, num_layers).parameters())
     peaks = {
@@ -162,7 +161,7 @@ def memory_is_saved(rank: int, world_size: int, device_type: str, width: int) ->
         for strategy in ("ddp", "zero1", "zero2", "fsdp")
     }
     share = (world_size - 1) / world_size
-    gradients = 4 if device.type == "cuda" else 0  # On a CPU, measured after they are freed.
+    gradients = 4 if device.type != "cpu" else 0  # On a CPU, measured after they are freed.
     expected = {
         "zero1": 8 * share,
         "zero2": (8 + gradients) * share,
@@ -181,7 +180,7 @@ def trace_shows_messages(
     rank: int, world_size: int, device_type: str, strategy: StrategyName
 ) -> Numbers:
     """Records a step and requires that the trace shows the messages of every rank."""
-    device, width = device_of(rank, device_type), 64
+    device, width = nth_device(device_type, rank), 64
     model = apply_strategy(strategy, _model(device, width, 4), 0.02)
     optimizer = make_optimizer(strategy, model, torch.optim.SGD, lr=0.1)
     _train(model, optimizer, (_data(step, rank, width, device) for step in range(2)))
@@ -208,7 +207,7 @@ def trace_shows_messages(
 
 def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) -> Numbers:
     """Measures the exposed wait after backward, with one message and with buckets."""
-    device = device_of(rank, device_type)
+    device = nth_device(device_type, rank)
     exposed = {}
     for strategy in ("flat", "ddp"):
         size_mb = [width * width * 8 / 2**20] if strategy == "ddp" else []
@@ -232,8 +231,8 @@ def messages_overlap(rank: int, _world_size: int, device_type: str, width: int) 
 def host_is_never_awaited(
     rank: int, _world_size: int, device_type: str, strategy: StrategyName
 ) -> Numbers:
-    """Trains with torch's check for host synchronization during forward and backward."""
-    device, width = device_of(rank, device_type), 32
+    """Trains while waits of the host in forward and backward are errors, if the device can tell."""
+    device, width = nth_device(device_type, rank), 32
     model = apply_strategy(strategy, _model(device, width, 6))
     optimizer = make_optimizer(strategy, model, torch.optim.AdamW, lr=1e-3, foreach=True)
     _train(model, optimizer, (_data(step, rank, width, device) for step in range(3)))
@@ -248,6 +247,10 @@ def host_is_never_awaited(
 
 @contextlib.contextmanager
 def _no_host_synchronization(device: torch.device) -> Iterator[None]:
+    if device.type == "emulated":
+        with devices.emulated().forbidden_synchronizations():
+            yield
+        return
     if device.type != "cuda":
         yield
         return
@@ -263,7 +266,8 @@ Check = tuple[Callable[..., Numbers], tuple[Any, ...]]
 
 def checks(device_type: str) -> dict[str, Check]:
     """Returns all checks by name: the function, and its arguments after the device type."""
-    width = 2048 if device_type == "cuda" else 64
+    # On an accelerator, several buckets of the default size: one in flight is a part of all.
+    width = {"cpu": 64, "emulated": 1024}.get(device_type, 2048)
     found: dict[str, Check] = {"collectives": (collectives_are_right, ())}
     found |= {f"training {name}": (equals_one_process, (name,)) for name in STRATEGIES}
     found["memory"] = (memory_is_saved, (width,))

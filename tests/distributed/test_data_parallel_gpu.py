@@ -1,6 +1,7 @@
 """Acceptance tests of the containers on GPUs with NCCL.
 
-The same checks run on CPUs at toy size, so that mistakes in a check are found without a GPU.
+The same checks run at toy size on the device of the session of tests, the CPU or the emulated
+accelerator, so that mistakes in a check are found without a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from paceline.parallel import BucketedDataParallel, RankPool
+from tests import devices
 from tests.distributed.acceptance import checks
 from tests.distributed.toys import Layered, data, loss_of
 
@@ -31,9 +33,10 @@ def test_on_gpus(nccl_pool: RankPool, name: str, record_property: Property) -> N
 
 
 @pytest.mark.parametrize("name", checks("cpu"))
-def test_on_cpus(rank_pool: Pools, name: str, record_property: Property) -> None:
-    function, arguments = checks("cpu")[name]
-    for metric, number in rank_pool(2).run(function, "cpu", *arguments)[0].items():
+def test_without_gpus(rank_pool: Pools, name: str, record_property: Property) -> None:
+    kind = devices.device_of(0).type
+    function, arguments = checks(kind)[name]
+    for metric, number in rank_pool(2).run(function, kind, *arguments)[0].items():
         record_property(metric, number)
 
 
