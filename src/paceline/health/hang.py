@@ -10,6 +10,7 @@ it, so that no rank has to wait for the store. The watching thread also detects 
 stopped, by a gap between two of its own ticks.
 """
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -40,7 +41,7 @@ _FAILED_PATIENCE_S = 1.5
 _FIRST_SPEAKS_S = 0.5
 """How long other ranks wait before they exit, so that the report is not cut off."""
 _STOPPED_S = 1.0
-"""Delay of a tick from which the process counts as stopped."""
+"""Delay of a tick above which the process counts as stopped."""
 _STEP_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.ALL_REDUCE, Phase.UPDATE)
 _numbers = itertools.count()
 
@@ -135,12 +136,17 @@ class Watchdog:
             waited_s=self._waited_s(),
             collective=last_collective(),
         )
-        dump_stacks(self._stacks, self._rank)
+        evidence = f"stacks in {self._stacks}"
+        try:
+            dump_stacks(self._stacks, self._rank)
+        except OSError as error:  # A full disk must hide neither this rank nor who is at fault.
+            evidence = f"no stacks in {self._stacks}: {error.strerror}"
         statuses = self._diagnosis.statuses(own, patience_s)
         is_first = self._rank == min(each.rank for each in statuses if each is not None)
-        message = f"{what}: {diagnose_hang(statuses, patience_s)}; stacks in {self._stacks}"
+        message = f"{what}: {diagnose_hang(statuses, patience_s)}; {evidence}"
         if is_first:
-            self._report(heartbeat.step, message)
+            with contextlib.suppress(OSError):  # The caller tells the message as well.
+                self._report(heartbeat.step, message)
         return message, is_first
 
 

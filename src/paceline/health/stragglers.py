@@ -19,7 +19,7 @@ from paceline.core.units import format_seconds
 from paceline.parallel.ranks.collectives import all_gather_single
 
 _FACTOR = 1.3
-"""Multiple of the median time from which a rank is a straggler."""
+"""Multiple of the median time above which a rank is a straggler."""
 _LEAST_EXCESS_S = 0.005
 _STEPS = 7
 """Number of steps whose median is a rank's time."""

@@ -13,7 +13,7 @@ def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-@pytest.mark.parametrize(("start", "length"), [(0, 64), (1, 63), (3, 5), (0, 1), (1, 1)])
+@pytest.mark.parametrize(("start", "length"), [(0, 64), (1, 63), (1, 6), (3, 5), (0, 1), (1, 1)])
 def test_every_bit_counts(dtype: torch.dtype, start: int, length: int) -> None:
     buffer = torch.arange(70).to(dtype)
     part = buffer[start : start + length]
@@ -25,6 +25,17 @@ def test_every_bit_counts(dtype: torch.dtype, start: int, length: int) -> None:
             assert int(digest(part)) != before
             flip(part, byte, bit)
     assert int(digest(part)) == before
+
+
+@pytest.mark.parametrize(("start", "length"), [(8, 8), (4, 12), (0, 24), (7, 17)])
+def test_flips_in_one_word_never_cancel(start: int, length: int) -> None:
+    """One byte gains three, the next loses one: as bytes of their own, those would cancel."""
+    buffer = torch.zeros(24, dtype=torch.uint8)
+    part = buffer[start : start + length]  # Has the word at 8, whatever is around it.
+    buffer[9] = 1
+    before = int(digest(part))
+    buffer[8:10] = torch.tensor([3, 0])
+    assert int(digest(part)) != before
 
 
 def test_rows_and_places_count() -> None:
