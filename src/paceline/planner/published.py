@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import DataError, UsageError, did_you_mean
+from paceline.core.plan import CHECKPOINTINGS
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import Experts, ModelShape
 from paceline.planner.logs import read_log
@@ -40,6 +41,8 @@ Unit = Literal[
 Evidence = Literal["text", "image", "secondary", "already in the project"]
 """text: stated in the source; image: read off a figure; secondary: transcribed by a third party."""
 
+_PRECISIONS = ("bfloat16", "bf16", "float16", "fp16", "float8", "fp8", "mxfp8", "float4", "nvfp4")
+"""Names of dtypes of matmuls that a user's row may have, beside the words of published rows."""
 _FEED_FORWARD = {"squared_relu": "gelu"}
 """Activation functions with the same matrices and memory traffic as another."""
 _POSITIONS = {"alibi": "none"}
@@ -129,6 +132,9 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise DataError(f"run {self.id}: give a measured value, or the unit OOM, not both")
         if self.measured is not None and not 0 < self.measured < math.inf:
             raise DataError(f"run {self.id}: measured is {self.measured}; it must be positive")
+        network = self.network_bytes_per_s
+        if network is not None and not 0 < network < math.inf:
+            raise DataError(f"run {self.id}: network_bytes_per_s is {network}; it must be positive")
 
     @property
     def axes_product(self) -> int | None:
@@ -186,7 +192,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
     path = _DATA / "runs.csv"
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(
-            _convert(_fields(row), f"{path.name}, line {number}")
+            _convert(_fields(row), f"{path.name}, line {number}", strict=False)
             for number, row in enumerate(csv.DictReader(file), start=2)
         )
 
@@ -221,12 +227,25 @@ def _read_lines(path: pathlib.Path) -> Iterator[PublishedRun]:
             raise DataError(f"{where}: not a JSON object; one measured run per line")
         if "log" in fields:
             fields = _with_log(fields, path.parent, where)
-        run = _convert({"id": f"line {number}", "source": path.name, **fields}, where)
+        fields = {"id": f"line {number}", "source": path.name, **fields}
+        run = _convert(fields, where, strict=True)
+        _require_known_words(run, where)
         if model_of(run) is None:
             raise DataError(
                 f"{where}: unknown model {run.model!r}; name a preset, or give its shape"
             )
         yield run
+
+
+def _require_known_words(run: PublishedRun, where: str) -> None:
+    """Raises for a recomputation or a dtype that is unknown: it would count as the usual one."""
+    for field, known in (("recompute", CHECKPOINTINGS), ("precision", _PRECISIONS)):
+        word = getattr(run, field)
+        if word in (None, *known) or word in {getattr(each, field) for each in published_runs()}:
+            continue
+        raise DataError(
+            f"{where}: {field} is {word!r}; {did_you_mean(word, known)}known: {', '.join(known)}"
+        )
 
 
 def _with_log(fields: dict[str, Any], directory: pathlib.Path, where: str) -> dict[str, Any]:
@@ -248,8 +267,9 @@ def _fields(row: dict[str, str]) -> dict[str, Any]:
     return {**sources()[row["source"]].common, **fields}
 
 
-def _convert(fields: dict[str, Any], where: str) -> PublishedRun:
+def _convert(fields: dict[str, Any], where: str, *, strict: bool) -> PublishedRun:
+    """Converts the fields of a row; cells of a CSV file are text, which `strict` does not take."""
     try:
-        return msgspec.convert(fields, PublishedRun, strict=False)
+        return msgspec.convert(fields, PublishedRun, strict=strict)
     except (msgspec.ValidationError, DataError) as error:
         raise DataError(f"{where}: {error}") from error

@@ -101,6 +101,14 @@ def test_own_rows_are_read(tmp_path: pathlib.Path) -> None:
     [
         ({"gpus": 8}, "line 1: .*gpus"),
         ({"devices": "eight"}, "line 1: .*int"),
+        ({"devices": "8"}, r"line 1: Expected `int \| null`, got `str` - at `\$.devices`"),
+        ({"measured": "8000"}, r"line 1: .*got `str` - at `\$.measured`"),
+        ({"sequence_parallel": "true"}, r"line 1: .*got `str` - at `\$.sequence_parallel`"),
+        ({"sequence_parallel": 1}, r"line 1: .*got `int` - at `\$.sequence_parallel`"),
+        ({"network_bytes_per_s": 0}, "network_bytes_per_s is 0.0; it must be positive"),
+        ({"recompute": "ful"}, "line 1: recompute is 'ful'; did you mean 'full'"),
+        ({"precision": "bf61"}, "line 1: precision is 'bf61'; did you mean 'bf16'"),
+        ({"precision": "float32"}, "line 1: precision is 'float32'; .*known: bfloat16"),
         ({"measured": -1.0}, "measured is -1.0"),
         ({"data": 0}, "data is 0"),
         ({"unit": "OOM"}, "not both"),
@@ -112,6 +120,15 @@ def test_a_bad_row_is_named(
 ) -> None:
     with pytest.raises(DataError, match=message):
         read_rows(_write(tmp_path / "rows.jsonl", **changes))
+
+
+@pytest.mark.parametrize("run", published_runs()[::97], ids=lambda run: run.id)
+def test_words_of_published_rows_may_be_used_in_own_ones(
+    tmp_path: pathlib.Path, run: PublishedRun
+) -> None:
+    words = {"recompute": run.recompute, "precision": run.precision, "overlap": run.overlap}
+    (own,) = read_rows(_write(tmp_path / "rows.jsonl", **words))
+    assert (own.recompute, own.precision) == (run.recompute, run.precision)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paceline.accounting.counts import flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.specs import Experts, ModelShape
 from paceline.planner.calibrations.framework_settings import (
@@ -21,6 +22,7 @@ from paceline.planner.calibrations.framework_settings import (
     framework_settings,
     training_precision,
 )
+from paceline.planner.calibrations.parameters import require_device
 from paceline.planner.published import PublishedRun, model_of
 from paceline.predict.cost.layouts import CHECKPOINTING, Layouts, Workload, formula_of, join_shapes
 
@@ -173,6 +175,25 @@ def case_of(run: PublishedRun) -> Case:
         micro_batch=micro_batch,
         num_micro_batches=passes,
     )
+
+
+def require_possible(case: Case) -> None:
+    """Raises for a run that computes faster than its device can.
+
+    Only what a causal mask leaves visible counts, and no recomputation: no run needs fewer FLOPs.
+    """
+    run = case.run
+    assert run.context_length is not None
+    assert run.tokens_per_step is not None
+    flops = flops_per_token(case.shape, run.context_length, convention="causal").model
+    peak = require_device(case.device).peak(case.dtype)
+    share = flops * run.tokens_per_step / (case.step_s * (run.devices or 1)) / peak
+    if share > 1:
+        raise UsageError(
+            f"faster than the device: {run.measured:,.6g} {run.unit} are {share:,.0%} of the "
+            f"{peak / 1e12:,.0f} TFLOP/s that {case.device} reaches in {case.dtype}; correct "
+            "measured, its unit, the device or the batch"
+        )
 
 
 def variation(run: PublishedRun) -> str:

@@ -72,7 +72,7 @@ _DEVICES = {
     "b200": "b200-sxm",
     "v100-sxm-32gb": "v100-sxm2-32gb",
 }
-_COMPUTE = {"fp16": "float16", "nvfp4": "float4"}
+_COMPUTE = {"fp16": "float16", "float16": "float16", "nvfp4": "float4", "float4": "float4"}
 
 
 def family(framework: str, *, one_host: bool = False) -> str:

@@ -24,7 +24,14 @@ from paceline.planner.calibrations.calibration import (
     match_calibration,
     ranges,
 )
-from paceline.planner.calibrations.cases import Case, Variant, case_of, group_cases, predictable
+from paceline.planner.calibrations.cases import (
+    Case,
+    Variant,
+    case_of,
+    group_cases,
+    predictable,
+    require_possible,
+)
 from paceline.planner.calibrations.fit import build_calibrations
 from paceline.planner.calibrations.framework_settings import device_name
 from paceline.planner.calibrations.predictor import Effect, with_effects
@@ -272,7 +279,9 @@ def measured_cases(path: pathlib.Path) -> list[Case]:
     cases = []
     for run in read_rows(path):
         try:
-            cases.append(case_of(run))
+            case = case_of(run)
+            require_possible(case)
+            cases.append(case)
         except PacelineError as error:
             raise type(error)(f"{path}, {run.id}: {error}") from error
     if not cases:

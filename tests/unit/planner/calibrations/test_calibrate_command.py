@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from paceline.cli.main import main
+from paceline.planner.calibrations.pooled import measured_cases
 
 ROWS = pathlib.Path(__file__).parents[4] / "examples" / "rows.jsonl"
 
@@ -39,6 +40,13 @@ def test_the_table_names_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> 
     assert "held out" in shown
 
 
+def test_rows_may_name_dtypes_as_plan_search_does(tmp_path: pathlib.Path) -> None:
+    for named, dtype in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float8", "float8")):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(ROWS.read_text().splitlines()[0].replace('"bf16"', f'"{named}"'))
+        assert [case.dtype for case in measured_cases(path)] == [dtype]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -55,6 +63,17 @@ def test_the_table_names_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> 
         (
             ROWS.read_text().splitlines()[0].replace('"global_batch": 128', '"global_batch": 12'),
             "a global_batch of 12 is no multiple of 8 data-parallel ranks x a micro_batch of 1",
+        ),
+        (
+            ROWS.read_text().splitlines()[0].replace("8200", "820000"),
+            "line 1: faster than the device: 820,000 tokens/s/device are 4,266% of",
+        ),
+        (
+            ROWS.read_text()
+            .splitlines()[0]
+            .replace("tokens/s/device", "s/iteration")
+            .replace("8200", "0.82"),
+            "% of the 989 TFLOP/s that h100-sxm reaches in bfloat16; correct measured, its unit",
         ),
         ("", "no measured run in it"),
     ],
