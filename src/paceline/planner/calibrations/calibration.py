@@ -23,8 +23,10 @@ from paceline.accounting.intervals import conformal_quantile
 from paceline.core.errors import DataError, UsageError, did_you_mean
 from paceline.core.specs import Precision
 from paceline.planner.calibrations.framework_settings import (
+    ALIASES,
     FrameworkSettings,
     device_name,
+    family,
     framework_settings,
     training_precision,
 )
@@ -214,10 +216,10 @@ def find_calibration(name: str, device: str, precision: str) -> FrameworkCalibra
                     f"{device} with {precision}"
                 )
             return each
-    of_framework = [each for each in everything if each.framework == name]
+    of_framework = [each for each in everything if each.framework in (name, family(name))]
     if not of_framework:
         names = [each.name for each in everything]
-        hint = did_you_mean(name, {*names, *(each.framework for each in everything)})
+        hint = did_you_mean(name, {*names, *ALIASES, *(each.framework for each in everything)})
         raise UsageError(f"unknown calibration {name!r}; {hint}known: {', '.join(names)}")
     found = match_calibration(of_framework, device_name(device), precision)
     if found is None:

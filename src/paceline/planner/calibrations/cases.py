@@ -91,7 +91,7 @@ class Case:
         Its releases differ by a third in the speed of experts, and not in that of dense models.
         """
         name, _, rest = self.run.framework.partition(" ")
-        if self.experts is None or name != "Megatron-Bridge":
+        if self.experts is None or name.lower() != "megatron-bridge" or not rest.strip():
             return ""
         number = rest.split()[0]
         return "25" if number < "26" else "26.02" if number < "26.06" else "26.06"

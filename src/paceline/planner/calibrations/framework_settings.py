@@ -50,6 +50,9 @@ _FAMILIES = {
     "NeMo 24.07": "nemo",
     "fms-fsdp (PyTorch FSDP, compile)": "fms-fsdp",
 }
+ALIASES = {"fsdp": "fms-fsdp", "megatron-core": "nemo", "megatron-lm": "megatron-2023"}
+"""Names that people use for a framework, and the family under which its runs are published."""
+_BY_LOWER_CASE = {name.lower(): its for name, its in _FAMILIES.items()} | ALIASES
 _SETTINGS = {
     "vtrain-host": FrameworkSettings(attention="naive", dropout=True, reduction="float16"),
     "vtrain": FrameworkSettings(attention="naive", dropout=True, reduction="float16"),
@@ -76,16 +79,17 @@ _COMPUTE = {"fp16": "float16", "float16": "float16", "nvfp4": "float4", "float4"
 
 
 def family(framework: str, *, one_host: bool = False) -> str:
-    """Returns the family name under which all versions of a framework are calibrated.
+    """Returns the family name under which all versions of a framework are calibrated, in any case.
 
     vTrain's single-host and cluster runs are separate campaigns with different models and sequence
     lengths, so they form two families.
     """
-    if one_host and framework == "Megatron-DeepSpeed (vTrain)":
+    lower = framework.lower()
+    if one_host and lower == "megatron-deepspeed (vtrain)":
         return "vtrain-host"
-    if framework.startswith("Megatron-Bridge"):
+    if lower.startswith("megatron-bridge"):
         return "megatron-bridge"
-    return _FAMILIES.get(framework, framework.lower())
+    return _BY_LOWER_CASE.get(lower, lower)
 
 
 def framework_settings(framework: str, dtype: str = "") -> FrameworkSettings:

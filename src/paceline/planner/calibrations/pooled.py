@@ -33,7 +33,7 @@ from paceline.planner.calibrations.cases import (
     require_possible,
 )
 from paceline.planner.calibrations.fit import build_calibrations
-from paceline.planner.calibrations.framework_settings import device_name
+from paceline.planner.calibrations.framework_settings import ALIASES, device_name, family
 from paceline.planner.calibrations.predictor import Effect, with_effects
 from paceline.planner.calibrations.prior import Known, PooledPrior, Posterior, effects_of_variant
 from paceline.planner.calibrations.relatives import DRAWN, fit_with_relatives, relatives_of
@@ -142,21 +142,12 @@ def framework_posterior(cases: Sequence[Case], posterior: Posterior) -> Framewor
     )
 
 
-_ALIASES = {
-    "fsdp": "fms-fsdp",
-    "megatron-core": "nemo",
-    "megatron-lm": "megatron-2023",
-    "vtrain-host": "vtrain",
-}
-"""Names that people use for a framework, and the one under which its runs are published."""
-
-
 def framework_name(name: str) -> str:
     """Returns the name under which a framework's runs are known; raises for one without any."""
     known = {*pooled().frameworks, *(each.framework for each in known_calibrations()), OTHER}
-    found = _ALIASES.get(name.lower(), name.lower())
+    found = family(name).removesuffix("-host")
     if found not in known:
-        raise unknown_name("unknown framework", name, sorted({*known, *_ALIASES}))
+        raise unknown_name("unknown framework", name, sorted({*known, *ALIASES}))
     return found
 
 

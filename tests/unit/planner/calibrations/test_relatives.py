@@ -1,11 +1,14 @@
 """Tests of fits drawn from what all frameworks share, by the runs of a pool and its relatives."""
 
+import dataclasses
 import functools
 
+import msgspec
 import numpy as np
 import pytest
 
-from paceline.planner.calibrations.calibration import known_calibrations
+from paceline.core.errors import UsageError
+from paceline.planner.calibrations.calibration import find_calibration, known_calibrations
 from paceline.planner.calibrations.cases import Case, predictable
 from paceline.planner.calibrations.pooled import ENOUGH_ROWS, calibrate_rows, pooled
 from paceline.planner.calibrations.relatives import DRAWN, fit_with_relatives, relatives_of
@@ -59,6 +62,36 @@ def test_rows_of_a_framework_with_few_models_are_drawn_with_the_published_ones()
     # Two rows alone have the interval of frameworks with as few.
     (alone,) = calibrate_rows(own, with_published=False)
     assert alone.half_width() == pooled().half_width(2)
+
+
+@pytest.mark.parametrize(
+    ("alias", "published"),
+    [
+        ("megatron-lm", "Megatron-LM"),
+        ("MEGATRON-LM 2022", "Megatron-LM 2022"),
+        ("fsdp", "fms-fsdp (PyTorch FSDP, compile)"),
+        ("megatron-core", "NeMo"),
+        ("megatron-bridge", "Megatron-Bridge 26.02 NeMo Container"),
+    ],
+)
+def test_other_names_of_a_framework_find_its_published_runs(alias: str, published: str) -> None:
+    cases = [case for case in _published() if case.run.framework == published]
+    case = next(case for case in cases if not case.variant.variation)
+    run = msgspec.structs.replace(case.run, framework=alias, id="own")
+    own = dataclasses.replace(case, run=run)
+    assert own.pool == case.pool
+    assert own.release in ("", case.release)
+    (alone,) = calibrate_rows([own], with_published=False)
+    assert alone.framework == case.family
+    with_published = calibrate_rows([own], with_published=True)
+    assert sum(len(each.rows) for each in with_published) > 5
+
+
+def test_a_calibration_is_found_by_other_names_of_its_framework() -> None:
+    found = find_calibration("megatron-lm", "a100-sxm-80gb", "bfloat16")
+    assert found.framework == "megatron-2023"
+    with pytest.raises(UsageError, match="did you mean 'megatron-lm'"):
+        find_calibration("megatronlm", "a100-sxm-80gb", "bfloat16")
 
 
 def test_bundled_calibrations_are_drawn_where_that_is_better() -> None:
