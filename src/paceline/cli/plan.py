@@ -11,7 +11,7 @@ from paceline.benchmarks.options import (
     StrategyChoice,
     listed,
 )
-from paceline.cli.output import FigurePath, Flat, OutputOptions, case_progress
+from paceline.cli.output import FigurePath, Flat, OutputOptions, case_progress, say
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device, known_devices
 from paceline.core.presets import model_preset
@@ -147,6 +147,12 @@ class MemoryCommand:
         return 0
 
 
+_FAILURES_PER_S = 15_000
+"""Failures that are simulated in a second on one core, about."""
+_MANY_FAILURES = 30 * _FAILURES_PER_S
+"""Failures from which on it is said how long the simulations take."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputCommand:
     """Simulate failures in long runs: restarts or replicas, spare hosts, kinds of checkpoints.
@@ -193,13 +199,19 @@ class GoodputCommand:
 
     def _simulate(self) -> int:
         from paceline.planner.goodput.options import ASSUMPTIONS, CONSTANTS, options
-        from paceline.planner.goodput.simulate import option_records
+        from paceline.planner.goodput.simulate import expected_failures, option_records
         from paceline.records import capture_environment
         from paceline.reports.tables.reliability import gains_table, goodput_table
 
         changes = self._changes()
         constants = dataclasses.replace(CONSTANTS[self.constants], **changes)
         chosen = list(options(self.devices, constants))
+        failures = expected_failures(chosen, self.trials)
+        if failures > _MANY_FAILURES:
+            say(
+                f"simulating about {float(f'{failures:.2g}'):,.0f} failures, about "
+                f"{_FAILURES_PER_S:,} in a second; fewer --trials or --devices take less time"
+            )
         with case_progress(len(chosen)) as progress:
             made = option_records(
                 chosen,
@@ -208,6 +220,7 @@ class GoodputCommand:
                 trials=self.trials,
                 seed=self.seed,
                 done=progress.next_case,
+                progress=progress.step,
             )
             records = list(self.output.keep(made, self.store))
         changed = f"; changed: {', '.join(changes)}" if changes else ""

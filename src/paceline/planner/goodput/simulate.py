@@ -9,6 +9,7 @@ is attributed to `PARTS`.
 import bisect
 import dataclasses
 import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -38,15 +39,28 @@ class Simulated:
     failures_per_day: float
 
 
-def simulate(scenario: Scenario, *, trials: int = 16, seed: int = 0) -> Simulated:
+Progress = Callable[[int, int], None]
+"""Called with the simulated seconds so far and in total."""
+_EVENTS_PER_REPORT = 4096
+"""Events between two calls that tell of the progress: about 0.2 s."""
+
+
+def _untold(_done: int, _total: int) -> None:
+    """Tells nobody of the progress."""
+
+
+def simulate(
+    scenario: Scenario, *, trials: int = 16, seed: int = 0, progress: Progress = _untold
+) -> Simulated:
     """Simulates a scenario `trials` times with independent random streams from one seed."""
-    runs = [
-        _Run(scenario, np.random.default_rng(stream))
-        for stream in np.random.SeedSequence(seed).spawn(trials)
-    ]
-    for run in runs:
-        run.play()
     duration_s = scenario.days * DAY_S
+    runs = []
+    for number, stream in enumerate(np.random.SeedSequence(seed).spawn(trials)):
+        run = _Run(scenario, np.random.default_rng(stream))
+        before_s = number * duration_s
+        for now_s in run.play():
+            progress(int(before_s + now_s), int(trials * duration_s))
+        runs.append(run)
     reached = np.array([run.parts["useful"] for run in runs]) / duration_s * scenario.paid_share
     deviation = float(reached.std(ddof=1)) if trials > 1 else 0.0
     return Simulated(
@@ -91,14 +105,16 @@ class _Run:
         self._returning_hosts: list[float] = []
         self._spare_hosts = scenario.recovery.spare_hosts
 
-    def play(self) -> None:
-        """Simulates the run to its end."""
+    def play(self) -> Iterator[float]:
+        """Simulates the run to its end; yields the simulated time now and then."""
         end_s = self._scenario.days * DAY_S
         failures = self._arrivals(self._scenario.interruption_s)
         planned_per_day = self._scenario.failures.planned_per_day
         plans = self._arrivals(DAY_S / planned_per_day if planned_per_day else math.inf)
         next_failure_s, next_plan_s = next(failures), next(plans)
-        while True:
+        for number in itertools.count(1):
+            if not number % _EVENTS_PER_REPORT:
+                yield self._now_s
             next_healed_s = self._healing[0][0] if self._healing else math.inf
             event_s = min(next_failure_s, next_plan_s, next_healed_s, end_s)
             self._advance(event_s)
@@ -280,6 +296,12 @@ GOODPUT = "goodput"
 REPLAY = "goodput_replay"
 
 
+def expected_failures(chosen: Iterable[Option], trials: int) -> float:
+    """Returns the expected number of failures in the simulations, which their time follows."""
+    scenarios = (option.scenario for option in chosen)
+    return sum(trials * each.days * DAY_S / each.interruption_s for each in scenarios)
+
+
 def option_records(
     chosen: Iterable[Option],
     environment: Environment,
@@ -288,8 +310,12 @@ def option_records(
     trials: int,
     seed: int,
     done: Callable[[], None] = lambda: None,
+    progress: Progress = _untold,
 ) -> Iterator[Record]:
-    """Simulates scenarios and yields one record per scenario."""
+    """Simulates scenarios and yields one record per scenario.
+
+    Calls `done` after each scenario, and `progress` while one is simulated.
+    """
     for option in chosen:
         scenario = option.scenario
         case: dict[str, CaseValue] = {
@@ -306,7 +332,7 @@ def option_records(
         if scenario.replicas is not None:
             case["heal_s"] = scenario.replicas.heal_s
             case["devices_per_replica"] = scenario.replicas.devices_per_replica
-        yield _record(GOODPUT, case, scenario, environment, trials, seed)
+        yield _record(GOODPUT, case, scenario, environment, trials, seed, progress)
         done()
 
 
@@ -329,8 +355,9 @@ def _record(
     environment: Environment,
     trials: int,
     seed: int,
+    progress: Progress = _untold,
 ) -> Record:
-    found = simulate(scenario, trials=trials, seed=seed)
+    found = simulate(scenario, trials=trials, seed=seed, progress=progress)
     return Record(
         kind=kind,
         case={**case, "trials": trials, "seed": seed},

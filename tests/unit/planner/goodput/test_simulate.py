@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cli.main import main
 from paceline.core import UsageError
 from paceline.planner.goodput.scenario import (
     Cadence,
@@ -122,6 +123,31 @@ def test_a_hundred_thousand_devices_take_seconds() -> None:
     assert time.process_time() - began < 30  # 1 s on an idle machine
     assert found.failures_per_day == pytest.approx(48, rel=0.1)
     assert set(found.shares) == set(PARTS)
+
+
+def test_the_progress_of_long_simulations_is_told() -> None:
+    scenario = dataclasses.replace(BASE, devices=600_000, days=20.0)
+    told: list[tuple[int, int]] = []
+    found = simulate(scenario, trials=3, progress=lambda *each: told.append(each))
+    assert found == simulate(scenario, trials=3)
+    done, totals = zip(*told, strict=True)
+    assert set(totals) == {3 * 20 * 86_400}
+    assert list(done) == sorted(set(done))
+    assert [sum(each // (20 * 86_400) == run for each in done) for run in range(3)] == [1, 1, 1]
+
+
+def test_the_command_says_how_long_millions_of_failures_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_arguments: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.planner.goodput.simulate.option_records", interrupted)
+    assert main(["plan", "goodput", "--devices", "10000000"]) == 130
+    (said, _interrupted) = capsys.readouterr().err.splitlines()
+    assert said.startswith("simulating about 27,000,000 failures, about 15,000 in a second; fewer")
+    assert main(["plan", "goodput", "--devices", "100000"]) == 130
+    assert "simulating" not in capsys.readouterr().err
 
 
 def test_saves_are_counted_as_if_stepped_through() -> None:
