@@ -18,6 +18,7 @@ from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset, require_context
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
 from paceline.core.units import parse_bytes, parse_rate, parse_seconds
+from paceline.planner.search.cluster_options import require_some_context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ class MemoryCommand:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise UsageError("--world-size must be at least 1")
+        require_some_context(self.context)
         if not self.bucket_size_mb > 0:
             raise UsageError("--bucket-size-mb must be positive")
 
@@ -188,10 +190,22 @@ class GoodputCommand:
             raise UsageError("--devices must be at least 1")
         if self.trials < 1:
             raise UsageError("--trials must be positive")
-        if self.figure is not None and self.replay:
+        if self.replay:
+            self._require_of_replay()
+
+    def _require_of_replay(self) -> None:
+        """Raises for an option that the replay of a published run does not take."""
+        if self.figure is not None:
             raise UsageError(
                 "--figure plots goodput over devices, which --replay does not vary; leave one out"
             )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("devices", "constants", "detection", "restart", "disk_bandwidth"):
+            if getattr(self, name) != defaults[name]:
+                raise UsageError(
+                    f"--replay is of Llama 3's run with its own devices and times, and takes no "
+                    f"--{name.replace('_', '-')}; leave one out"
+                )
 
     def run(self) -> int:
         """Simulates runs and prints tables with the assumptions."""

@@ -71,6 +71,11 @@ class SearchCommand:
     def __post_init__(self) -> None:
         if self.devices < 1 or self.top < 1:
             raise UsageError("--devices and --top must be at least 1")
+        if self.tokens is None:
+            for flag in ("price", "device_interval_h"):
+                if getattr(self.cluster, flag) is not None:
+                    named = f"--{flag.replace('_', '-')}"
+                    raise UsageError(f"{named} needs the --tokens of the run; add them")
 
     def run(self) -> int:
         """Searches and prints the best layouts."""

@@ -16,6 +16,7 @@ from paceline.cli.output import FigurePath, Flat, OutputOptions
 from paceline.core.errors import UsageError
 from paceline.core.specs import BatchShape, nearest_buildable, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
+from paceline.planner.search.cluster_options import require_some_context
 
 if TYPE_CHECKING:
     from paceline.planner.calibrations.calibration import FrameworkCalibration
@@ -199,6 +200,14 @@ class CalibrateRowsCommand:
             raise UsageError("--devices must be at least 1")
         if self.out is not None and self.out.suffix != ".jsonl":
             raise UsageError(f"--out {self.out}: give a name that ends in .jsonl")
+        require_some_context(self.context)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("devices", "batch_tokens", "context"):
+            if self.model is None and getattr(self, name) != defaults[name]:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} describes the plan of --model; name a model, or "
+                    "leave it out"
+                )
 
     def run(self) -> int:
         """Fits the rows and prints constants, and how far predictions are off."""

@@ -65,6 +65,12 @@ def _plain(text: str) -> float | None:
     return number
 
 
+def require_some_context(context: int | None) -> None:
+    """Raises for a context of no tokens; None is the model's longest."""
+    if context is not None and context < 1:
+        raise UsageError(f"--context is {context}; it must be at least 1 token")
+
+
 UNNAMED_CONTEXT = 8192
 """Default context length of a model without a preset; --context overrides it."""
 
@@ -102,6 +108,7 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.devices_per_host < 1:
             raise UsageError("--devices-per-host must be at least 1")
+        require_some_context(self.context)
         if self.price is not None and not self.price > 0:
             raise UsageError("--price must be positive")
         if self.device_interval_h is not None and not self.device_interval_h > 0:

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from paceline.cli.main import main
 from paceline.planner.goodput.options import CONSTANTS, LLAMA3, LLAMA3_EFFECTIVE, options
 from paceline.planner.goodput.simulate import option_records, replay_records, simulate
 from paceline.records import Metric, Record, capture_environment
@@ -51,3 +52,20 @@ def test_the_table_of_the_replay_begins_with_what_is_assumed() -> None:
     table = replay_table(replayed, LLAMA3_EFFECTIVE)
     assert table.rows[0][0] == "as assumed"
     assert len(table.rows) == len(replayed) > 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--devices", "8"], "--devices"),
+        (["--constants", "measured"], "--constants"),
+        (["--detection", "1s"], "--detection"),
+        (["--restart", "1s"], "--restart"),
+        (["--disk-bandwidth", "1GB/s"], "--disk-bandwidth"),
+    ],
+)
+def test_a_replay_takes_no_other_cluster(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "goodput", "--replay", *flags]) == 2
+    assert f"takes no {named}; leave one out" in capsys.readouterr().err

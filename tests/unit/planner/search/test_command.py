@@ -9,6 +9,7 @@ from paceline.cli.main import main
 from paceline.core import UsageError
 from paceline.planner.search.cluster_options import parse_batch_tokens, parse_count, parse_days
 
+ROWS = str(pathlib.Path(__file__).parents[4] / "examples" / "rows.jsonl")
 SEARCH = ["plan", "search", "--model", "llama3-8b", "--devices", "16", "--batch-tokens", "512K"]
 
 
@@ -52,6 +53,16 @@ def test_json_lines_hold_everything(
             "nemo-gb200-bfloat16 is of gb200 with bfloat16, not of h100-sxm with bfloat16",
         ),
         ([*SEARCH, "--calibration", "nemo", "--framework", "torchtitan"], "give one of them"),
+        ([*SEARCH, "--price", "2"], "--price needs the --tokens of the run; add them"),
+        ([*SEARCH, "--device-interval-h", "9"], "--device-interval-h needs the --tokens of"),
+        ([*SEARCH, "--context", "0"], "--context is 0; it must be at least 1"),
+        (["plan", "budget", "--flops", "1e22", "--context", "-1"], "--context is -1; it must be"),
+        (["plan", "memory", "--context", "0"], "--context is 0; it must be at least 1"),
+        (["plan", "calibrate", ROWS, "--context", "0"], "--context is 0; it must be at least 1"),
+        (
+            ["plan", "calibrate", ROWS, "--devices", "8"],
+            "--devices describes the plan of --model; name a model, or leave it out",
+        ),
         (["plan", "budget", "--flops", "1e30", "--deadline", "1d"], "later --deadline"),
         (["plan", "budget", "--flops", "many"], "cannot read the flops"),
         (["plan", "budget", "--flops", "1e22", "--deadline", "soon"], "write it like 30d"),
