@@ -99,8 +99,8 @@ class SearchCommand:
         notes += model.remarks
         if self.runnable:
             notes.append("These rates are not those of paceline train: measure, or use plan step.")
-        rows = self._rows(result, runs)
-        tables: list[object] = [planning.search_table(result, runs, notes)]
+        rows = self._rows(result, model, runs)
+        tables: list[object] = [planning.search_table(result, _sized(model), runs, notes)]
         for pair in compared:
             rows.append({"kind": "comparison", "reason": pair.reason, "pair": pair})
             tables.append(planning.comparison_table(pair))
@@ -141,16 +141,21 @@ class SearchCommand:
         ]
 
     def _rows(
-        self, result: "SearchResult", runs: "list[RunEstimate] | None"
+        self, result: "SearchResult", model: "NamedModel", runs: "list[RunEstimate] | None"
     ) -> list[dict[str, object]]:
         """Returns the search, and each of its layouts."""
+        from paceline.accounting.counts import all_parameters
         from paceline.planner.search.advice import not_told_apart
 
         search: dict[str, object] = {
             "kind": "search",
             "model": self.model,
+            "parameters": all_parameters(model.shape, model.experts),
+            "global_batch": result.spec.global_batch,
+            "context_length": result.spec.context_length,
             "devices": self.devices,
             "device": self.cluster.device,
+            "precision": self.cluster.precision,
             "calibration": result.performance.name,
             "framework": result.performance.framework,
             "measured_runs": result.performance.num_rows,
@@ -269,9 +274,15 @@ class BudgetCommand:
 
 
 def _model_text(model: "NamedModel") -> str:
+    shape = model.shape
+    dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"
+    return _sized(model).removesuffix(")") + f": {dimensions})"
+
+
+def _sized(model: "NamedModel") -> str:
+    """Returns a model's name with its number of parameters."""
     from paceline.accounting.counts import all_parameters
 
-    shape = model.shape
-    billions = all_parameters(shape, model.experts) / 1e9
-    dimensions = f"{shape.num_layers} layers, width {shape.d_model:,}"
-    return f"{model.name} ({billions:.3g} billion parameters: {dimensions})"
+    number = all_parameters(model.shape, model.experts)
+    size = f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+    return f"{model.name} ({size} parameters)"

@@ -21,7 +21,10 @@ _LITTLE_MEMORY = 0.05
 
 
 def search_table(
-    result: SearchResult, runs: Sequence[RunEstimate] | None = None, notes: Sequence[str] = ()
+    result: SearchResult,
+    model: str,
+    runs: Sequence[RunEstimate] | None = None,
+    notes: Sequence[str] = (),
 ) -> Table:
     """Returns a row for the best layout of every mesh, the fastest first.
 
@@ -58,7 +61,8 @@ def search_table(
             **figures,
         },
         caption=(
-            f"{result.performance.source}. "
+            f"{model}, {spec.global_batch:,} sequences of {spec.context_length:,} tokens in a "
+            f"step.\n{result.performance.source}. "
             f"{result.num_candidates:,} layouts of {spec.num_devices:,} devices, "
             f"{result.num_fitting:,} fit; the best of each mesh, in {result.elapsed_s:.1f} s"
             f"{_network_text(result)}"

@@ -16,6 +16,9 @@ SEARCH = ["plan", "search", "--model", "llama3-8b", "--devices", "16", "--batch-
 def test_the_table_shows_the_best_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEARCH, "--tokens", "1e11", "--price", "2", "--compare", "tp=8,pp=2"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith(
+        "llama3-8B (8.03 billion parameters), 64 sequences of 8,192 tokens in a step.\n"
+    )
     for text in ("of it. 12,516 layouts of", "tp 8", "Why not tp=8,pp=2?", "What would help"):
         assert text in shown
     for text in ("device-hours", "interruptions", "Cost: ", "twice the memory", "goodput"):
@@ -31,6 +34,8 @@ def test_json_lines_hold_everything(
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kinds = [row["kind"] for row in rows]
     assert kinds[:4] == ["search", "layout", "layout", "layout"]
+    asked = ("model", "parameters", "precision", "global_batch", "context_length")
+    assert [rows[0][name] for name in asked] == ["llama3-8B", 8_030_261_248, "bfloat16", 64, 8192]
     assert {"comparison", "change"} <= set(kinds)
     assert rows[1]["choice"]["step_time_s"]["low"] < rows[1]["choice"]["step_time_s"]["value"]
     assert rows[1]["run"]["goodput"] < 1
