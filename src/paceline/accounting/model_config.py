@@ -31,6 +31,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from paceline.core.errors import PacelineError, UsageError, did_you_mean
+from paceline.core.files import read_named
 from paceline.core.specs import Experts, ModelShape
 
 CONFIG = "config.json"
@@ -59,12 +60,9 @@ def read_config_json(directory: pathlib.Path) -> dict[str, Any]:
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns a JSON object in a file."""
+    content = read_named(path, "name the directory of a Hugging Face model")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(
-            f"{path}: no such file; name the directory of a Hugging Face model"
-        ) from None
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -20,6 +20,7 @@ import msgspec
 
 from paceline.accounting.model_config import CONFIG, NamedModel, model_of_config, read_json
 from paceline.core.errors import PacelineError, UsageError, did_you_mean, unknown_name
+from paceline.core.files import read_named
 from paceline.core.presets import find_preset, mixture_names, preset_names, preset_spelling
 from paceline.core.specs import Experts, ModelShape
 
@@ -47,10 +48,9 @@ def find_model(named: str) -> NamedModel:
 
 
 def _model_of_toml(path: pathlib.Path) -> NamedModel:
+    content = read_named(path, "give a TOML file with the table [model]")
     try:
-        model = tomllib.loads(path.read_text(encoding="utf-8")).get("model")
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
+        model = tomllib.loads(content.decode()).get("model")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not TOML: {error}") from error
     if not isinstance(model, dict):

@@ -13,7 +13,7 @@ import tyro
 
 from paceline.benchmarks.options import PlannedModel, StrategyChoice
 from paceline.cli.output import FigurePath, Flat, OutputOptions
-from paceline.core.errors import UsageError
+from paceline.core.errors import RecordError, UsageError
 from paceline.core.specs import BatchShape, nearest_buildable, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
 from paceline.planner.search.cluster_options import require_some_context
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.planner.calibrations.calibration import FrameworkCalibration
     from paceline.planner.calibrations.cases import Case
     from paceline.predict.backtest import BacktestCase, PredictedCase
+    from paceline.records import Record
     from paceline.reports.tables.table import Table
 
 
@@ -57,7 +58,6 @@ class PlanStepCommand:
         """Predicts every case on every calibrated topology."""
         from paceline.predict.backtest import fit_correction, predict_step
         from paceline.predict.calibration import calibrations
-        from paceline.records import RecordStore
         from paceline.records.environment import capture_environment
         from paceline.reports.tables.table import records_table
 
@@ -66,7 +66,7 @@ class PlanStepCommand:
                 f"{self.calibration}: no such file; paceline calibrate --store "
                 f"{self.calibration} makes one"
             )
-        places = calibrations(RecordStore(self.calibration).read())
+        places = calibrations(_read_records(self.calibration))
         if not places:
             raise UsageError(f"{self.calibration}: no calibration in it; run paceline calibrate")
         known = None if self.backtest is None else _read_cases((self.backtest,))
@@ -163,9 +163,18 @@ class BacktestCommand:
 
 def _read_cases(paths: tuple[pathlib.Path, ...]) -> "list[BacktestCase]":
     from paceline.predict.backtest import backtest_cases
+
+    return backtest_cases(record for path in paths for record in _read_records(path))
+
+
+def _read_records(path: pathlib.Path) -> "list[Record]":
+    """Reads records that the user names: what cannot be read is a usage error."""
     from paceline.records import RecordStore
 
-    return backtest_cases(record for path in paths for record in RecordStore(path).read())
+    try:
+        return list(RecordStore(path).read())
+    except RecordError as error:
+        raise UsageError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

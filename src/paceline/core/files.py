@@ -1,6 +1,7 @@
 """Files that exist in full or not at all: written under another name, then renamed or linked.
 
-A writer that is killed leaves only a hidden sibling whose name starts with `UNFINISHED`.
+A writer that is killed leaves only a hidden sibling whose name starts with `UNFINISHED`. What a
+user names to be read, and cannot be, is a usage error.
 """
 
 import contextlib
@@ -10,8 +11,20 @@ import secrets
 from collections.abc import Iterator
 from typing import IO
 
+from paceline.core.errors import UsageError
+
 UNFINISHED = ".unfinished-"
 """Prefix of the names of files that are being written."""
+
+
+def read_named(path: pathlib.Path, remedy: str) -> bytes:
+    """Returns the bytes of a file that a user has named; raises with the remedy if it has none."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path}: no such file; {remedy}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; {remedy}") from error
 
 
 @contextlib.contextmanager

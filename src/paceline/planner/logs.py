@@ -25,7 +25,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import UsageError
+from paceline.core.files import read_named
 
 _SERIES: dict[str, str] = {
     "throughput(tps)": "tokens/s/device",
@@ -66,11 +67,10 @@ def read_log(path: pathlib.Path) -> LoggedRun:
         if (path / "record.jsonl").exists():
             return _of_record(path / "record.jsonl")
         return _of_series(_tensorboard(path), path)
-    if not path.exists():
-        raise UsageError(f"{path}: no such file; name a trainer's log or its exported metrics")
+    content = read_named(path, "name a trainer's log or its exported metrics")
     if ".tfevents." in path.name:
         return _of_series(_tensorboard(path), path)
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = content.decode(errors="replace")
     if objects := _objects(text):
         if objects[0].get("kind") == "training_run":
             return _of_record(path)
@@ -78,7 +78,7 @@ def read_log(path: pathlib.Path) -> LoggedRun:
     found = _of_csv(text, path) or _of_lines(text)
     if found is not None:
         return found
-    raise DataError(
+    raise UsageError(
         f"{path}: no step times in it; known are logs of torchtitan, Megatron-LM, Megatron-Bridge "
         "and NeMo, event files of TensorBoard, exports of Weights & Biases, and records of Paceline"
     )
@@ -144,7 +144,7 @@ def _of_csv(text: str, path: pathlib.Path) -> LoggedRun | None:
             if header.rpartition(" - ")[2].strip() == name
         ]
         if len(places) > 1:
-            raise DataError(
+            raise UsageError(
                 f"{path}: {len(places)} runs in one export; export each run by itself, one row each"
             )
         if places:
@@ -170,7 +170,7 @@ def _of_series(series: Mapping[str, list[float]], path: pathlib.Path) -> LoggedR
             if known == name or known.endswith(f"/{name}"):
                 return LoggedRun(unit=unit, measured=_median_after_start(values))
     shown = ", ".join(list(series)[:8]) or "none"
-    raise DataError(f"{path}: none of the series {', '.join(_SERIES)} is in it; it has {shown}")
+    raise UsageError(f"{path}: none of the series {', '.join(_SERIES)} is in it; it has {shown}")
 
 
 _CASE = {
@@ -186,7 +186,7 @@ def _of_record(path: pathlib.Path) -> LoggedRun:
 
     records = [each for each in RecordStore(path).read() if each.kind == "training_run"]
     if not records or "step_time_s" not in records[-1].metrics:
-        raise DataError(f"{path}: no record of a finished run; it is written when a run ends")
+        raise UsageError(f"{path}: no record of a finished run; it is written when a run ends")
     record = records[-1]
     fields = {field: record.case[name] for name, field in _CASE.items() if name in record.case}
     return LoggedRun(

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.core.errors import DataError, UsageError, did_you_mean
+from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.files import read_named
 from paceline.core.plan import CHECKPOINTINGS
 from paceline.core.presets import model_preset, preset_names
 from paceline.core.specs import Experts, ModelShape
@@ -127,14 +128,16 @@ class PublishedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in (*axes, "replicate", "tensor", "pipeline", "interleave", "context", "expert"):
             value = getattr(self, field)
             if value is not None and value < 1:
-                raise DataError(f"run {self.id}: {field} is {value}; it must be at least 1")
+                raise UsageError(f"run {self.id}: {field} is {value}; it must be at least 1")
         if (self.measured is None) != (self.unit == "OOM"):
-            raise DataError(f"run {self.id}: give a measured value, or the unit OOM, not both")
+            raise UsageError(f"run {self.id}: give a measured value, or the unit OOM, not both")
         if self.measured is not None and not 0 < self.measured < math.inf:
-            raise DataError(f"run {self.id}: measured is {self.measured}; it must be positive")
+            raise UsageError(f"run {self.id}: measured is {self.measured}; it must be positive")
         network = self.network_bytes_per_s
         if network is not None and not 0 < network < math.inf:
-            raise DataError(f"run {self.id}: network_bytes_per_s is {network}; it must be positive")
+            raise UsageError(
+                f"run {self.id}: network_bytes_per_s is {network}; it must be positive"
+            )
 
     @property
     def axes_product(self) -> int | None:
@@ -199,10 +202,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 def read_rows(path: pathlib.Path | str) -> list[PublishedRun]:
     """Reads user-provided rows: JSON Lines with the fields of `PublishedRun`."""
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise UsageError(f"{path}: no such file; give JSON Lines, one measured run per line")
-    return list(_read_lines(path))
+    return list(_read_lines(pathlib.Path(path)))
 
 
 def model_of(run: PublishedRun) -> PublishedModel | ModelShape | None:
@@ -215,23 +215,24 @@ def model_of(run: PublishedRun) -> PublishedModel | ModelShape | None:
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[PublishedRun]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    content = read_named(path, "give JSON Lines, one measured run per line")
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            fields = msgspec.json.decode(line.encode())
-        except msgspec.DecodeError as error:
-            raise DataError(f"{where}: not JSON ({error})") from error
+            fields = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{where}: not JSON ({error})") from error
         if not isinstance(fields, dict):
-            raise DataError(f"{where}: not a JSON object; one measured run per line")
+            raise UsageError(f"{where}: not a JSON object; one measured run per line")
         if "log" in fields:
             fields = _with_log(fields, path.parent, where)
         fields = {"id": f"line {number}", "source": path.name, **fields}
         run = _convert(fields, where, strict=True)
         _require_known_words(run, where)
         if model_of(run) is None:
-            raise DataError(
+            raise UsageError(
                 f"{where}: unknown model {run.model!r}; name a preset, or give its shape"
             )
         yield run
@@ -243,7 +244,7 @@ def _require_known_words(run: PublishedRun, where: str) -> None:
         word = getattr(run, field)
         if word in (None, *known) or word in {getattr(each, field) for each in published_runs()}:
             continue
-        raise DataError(
+        raise UsageError(
             f"{where}: {field} is {word!r}; {did_you_mean(word, known)}known: {', '.join(known)}"
         )
 
@@ -251,7 +252,7 @@ def _require_known_words(run: PublishedRun, where: str) -> None:
 def _with_log(fields: dict[str, Any], directory: pathlib.Path, where: str) -> dict[str, Any]:
     """Replaces the name of a log by what the log says; the row's own fields win."""
     if "measured" in fields or "unit" in fields:
-        raise DataError(f"{where}: give a log, or measured and unit, not both")
+        raise UsageError(f"{where}: give a log, or measured and unit, not both")
     logged = read_log(directory / str(fields["log"]))
     own = {name: value for name, value in fields.items() if name != "log"}
     return {**logged.fields, "unit": logged.unit, "measured": logged.measured, **own}
@@ -271,5 +272,5 @@ def _convert(fields: dict[str, Any], where: str, *, strict: bool) -> PublishedRu
     """Converts the fields of a row; cells of a CSV file are text, which `strict` does not take."""
     try:
         return msgspec.convert(fields, PublishedRun, strict=strict)
-    except (msgspec.ValidationError, DataError) as error:
-        raise DataError(f"{where}: {error}") from error
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"{where}: {error}") from error

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import UsageError
 from paceline.planner.logs import read_log
 from paceline.planner.published import read_rows
 
@@ -124,14 +124,14 @@ def test_a_log_without_times_gets_the_remedy(
     text: str, message: str, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "log").write_text(text)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UsageError, match=message):
         read_log(tmp_path / "log")
 
 
 def test_a_row_has_a_log_or_a_value(tmp_path: pathlib.Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({**ROW, "log": "log", "measured": 3, "unit": "s/iteration"}))
-    with pytest.raises(DataError, match="give a log, or measured and unit, not both"):
+    with pytest.raises(UsageError, match="give a log, or measured and unit, not both"):
         read_rows(rows)
     rows.write_text(json.dumps({**ROW, "log": "nowhere"}))
     with pytest.raises(UsageError, match="nowhere: no such file"):

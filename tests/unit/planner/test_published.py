@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from paceline.core.errors import DataError, UsageError
+from paceline.core.errors import UsageError
 from paceline.planner.published import PublishedRun, model_of, published_runs, read_rows, sources
 
 ROW = {
@@ -118,7 +118,7 @@ def test_own_rows_are_read(tmp_path: pathlib.Path) -> None:
 def test_a_bad_row_is_named(
     tmp_path: pathlib.Path, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UsageError, match=message):
         read_rows(_write(tmp_path / "rows.jsonl", **changes))
 
 

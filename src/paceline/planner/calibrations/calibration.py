@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from paceline.accounting.intervals import conformal_quantile
-from paceline.core.errors import DataError, UsageError, did_you_mean
+from paceline.core.errors import UsageError, did_you_mean
+from paceline.core.files import read_named
 from paceline.core.specs import Precision
 from paceline.planner.calibrations.framework_settings import (
     ALIASES,
@@ -234,14 +235,13 @@ def find_calibration(name: str, device: str, precision: str) -> FrameworkCalibra
 def read_calibrations(path: pathlib.Path | str) -> list[FrameworkCalibration]:
     """Reads calibrations, one per line."""
     path = pathlib.Path(path)
-    if not path.exists():
-        raise UsageError(f"{path}: no such file; paceline plan calibrate writes one")
     made = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    content = read_named(path, "paceline plan calibrate writes one")
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
             made.append(msgspec.json.decode(line, type=FrameworkCalibration))
-        except (msgspec.DecodeError, KeyError) as error:
-            raise DataError(f"{path}, line {number}: not a calibration ({error})") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
+            raise UsageError(f"{path}, line {number}: not a calibration ({error})") from error
     return made
 
 

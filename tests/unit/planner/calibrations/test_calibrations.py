@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from paceline.core import ModelShape, ParallelLayout, UsageError
-from paceline.core.errors import DataError
 from paceline.planner.calibrations.calibration import (
     FrameworkCalibration,
     Residual,
@@ -157,7 +156,7 @@ def test_calibrations_are_read_as_they_were_written(tmp_path: pathlib.Path) -> N
     (read,) = read_calibrations(path)
     assert read == _calibration()
     path.write_bytes(path.read_bytes().replace(b'"rows"', b'"lines"'))
-    with pytest.raises(DataError, match="line 1: not a calibration"):
+    with pytest.raises(UsageError, match="line 1: not a calibration"):
         read_calibrations(path)
 
 

@@ -80,6 +80,44 @@ def test_mistakes_are_named_with_their_remedy(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["calibrate"],
+        ["search", "--calibration"],
+        ["step", "--calibration"],
+        ["backtest"],
+        ["memory", "--model"],
+    ],
+)
+@pytest.mark.parametrize(
+    "content", [None, b"{", b"\x89\xff\x00", b"{}", b"[" * 99_999, "directory"]
+)
+def test_a_file_that_cannot_be_used_is_a_usage_error(
+    command: list[str],
+    content: bytes | str | None,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / ("named.json" if command[0] == "memory" else "named.jsonl")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.mkdir()
+    assert main(["plan", *command, str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"paceline: error: {path}")
+
+
+def test_that_a_step_does_not_fit_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["plan", "memory", "--model", "llama3-70B", "--device", "h100-sxm"]
+    assert main([*step, "--strategy", "torch_ddp"]) == 0
+    assert capsys.readouterr().out.startswith("does not fit")
+    assert main([*step, "--strategy", "torch_ddp", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)["values"]
+    assert values["peak_bytes"] > values["device_memory_bytes"]
+
+
 def test_a_budget_without_a_model_gets_twenty_tokens_per_parameter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
