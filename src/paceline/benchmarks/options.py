@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from paceline.core.errors import ShapeError, UsageError
-from paceline.core.hardware import DeviceName
+from paceline.core.hardware import DeviceName, device_spelling, known_devices
 from paceline.core.plan import SHARDINGS, ParallelLayout
 from paceline.core.presets import mixture_names, model_preset, preset_names, preset_spelling
 from paceline.core.specs import ModelShape, require_buildable, require_context
@@ -42,6 +42,8 @@ PlannedModel = Annotated[
     str, listed((*preset_names(), *mixture_names(), *_OTHER_MODELS), preset_spelling)
 ]
 """A model that is planned and need not be built: what `find_model` accepts."""
+DeviceChoice = Annotated[str, listed((device.name for device in known_devices()), device_spelling)]
+"""A device of the hardware table, in any case."""
 StrategyChoice = Annotated[StrategyName, listed(get_args(StrategyName), find_strategy)]
 """A strategy's name, also with suggestions; names of earlier versions are accepted."""
 

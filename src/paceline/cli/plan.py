@@ -2,18 +2,18 @@
 
 import dataclasses
 import pathlib
-from typing import Annotated, Literal
+from typing import Literal
 
 from paceline.benchmarks.options import (
+    DeviceChoice,
     ModelName,
     PlannedModel,
     ShapeOverrides,
     StrategyChoice,
-    listed,
 )
 from paceline.cli.output import FigurePath, Flat, OutputOptions, case_progress, say
 from paceline.core.errors import UsageError
-from paceline.core.hardware import find_device, known_devices
+from paceline.core.hardware import find_device
 from paceline.core.presets import model_preset
 from paceline.core.specs import BatchShape, precision_preset, require_context
 from paceline.core.strategies import DEFAULT_BUCKET_SIZE_MB
@@ -97,7 +97,7 @@ class MemoryCommand:
     """full recomputes each block's activations during backward."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for strategies that reduce-scatter buckets."""
-    device: Annotated[str, listed(device.name for device in known_devices())] | None = None
+    device: DeviceChoice | None = None
     """Device whose memory the step must fit into."""
     figure: FigurePath | None = None
     """Also draw the memory of the step: a file that ends in .png or .svg."""

@@ -5,14 +5,13 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
-from paceline.benchmarks.options import PlannedModel, listed
+from paceline.benchmarks.options import DeviceChoice, PlannedModel
 from paceline.cli.output import FigurePath, Flat, OutputOptions, say, work_progress
 from paceline.core.errors import UsageError
-from paceline.core.hardware import known_devices
 from paceline.core.runnable import Work, unsupported_reasons
 from paceline.planner.search.cluster_options import (
     UNNAMED_CONTEXT,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 class ClusterFlags(ClusterOptions):
     """Flags of the cluster and the batch."""
 
-    device: Annotated[str, listed(device.name for device in known_devices())] = "h100-sxm"
+    device: DeviceChoice = "h100-sxm"
     """Kind of device, from the hardware table."""
 
 

@@ -287,14 +287,23 @@ def known_devices() -> tuple[Device, ...]:
     return DEVICES
 
 
+def device_spelling(name: str) -> str:
+    """Returns the identifier of a device that is named in any case; any other name unchanged."""
+    for device in known_devices():
+        if name.lower() in map(str.lower, (device.name, *device.reported_names)):
+            return device.name
+    return name
+
+
 def find_device(name: str) -> Device:
-    """Returns a device by its identifier or by the name that its driver reports.
+    """Returns a device by its identifier or by the name that its driver reports, in any case.
 
     Args:
         name: For example h100-sxm or NVIDIA H100 80GB HBM3.
     """
+    spelled = device_spelling(name)
     for device in known_devices():
-        if name == device.name or name in device.reported_names:
+        if device.name == spelled:
             return device
     names = [device.name for device in known_devices()]
     raise HardwareError(

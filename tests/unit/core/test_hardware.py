@@ -43,9 +43,15 @@ def test_every_promised_device_is_known() -> None:
 
 def test_no_name_stands_for_two_devices() -> None:
     names = Counter(
-        name for device in known_devices() for name in (device.name, *device.reported_names)
+        name.lower() for device in known_devices() for name in (device.name, *device.reported_names)
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+@every_device
+def test_the_case_of_a_name_does_not_matter(device: Device) -> None:
+    for name in (device.name, *device.reported_names):
+        assert find_device(name.upper()) is find_device(name.lower()) is device
 
 
 @every_device

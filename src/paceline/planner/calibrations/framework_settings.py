@@ -7,7 +7,9 @@ calibration absorbs the remaining differences. A family joins the versions of on
 import dataclasses
 from typing import Any
 
+from paceline.core.hardware import device_spelling
 from paceline.core.specs import Precision
+from paceline.planner.calibrations.parameters import calibratable_devices
 from paceline.planner.published import PublishedRun
 from paceline.predict.cost.framework_memory import find_framework_memory
 from paceline.predict.cost.layouts import StepSettings
@@ -100,8 +102,11 @@ def framework_settings(framework: str, dtype: str = "") -> FrameworkSettings:
 
 
 def device_name(device: str) -> str:
-    """Returns a device's name in the hardware table, or the name unchanged if it has no alias."""
-    return _DEVICES.get(device, device)
+    """Returns the name under which a device's figures are known; any other name unchanged."""
+    lower = device.lower()
+    if lower in calibratable_devices():
+        return lower
+    return _DEVICES.get(lower, device_spelling(device))
 
 
 def compute_dtype(precision: str) -> str:

@@ -47,6 +47,13 @@ def test_rows_may_name_dtypes_as_plan_search_does(tmp_path: pathlib.Path) -> Non
         assert [case.dtype for case in measured_cases(path)] == [dtype]
 
 
+def test_rows_may_name_devices_in_any_case(tmp_path: pathlib.Path) -> None:
+    for named, device in (("H100-SXM", "h100-sxm"), ("H100", "h100-sxm"), ("GB200", "gb200")):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(ROWS.read_text().splitlines()[0].replace('"h100-sxm"', f'"{named}"'))
+        assert [case.device for case in measured_cases(path)] == [device]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

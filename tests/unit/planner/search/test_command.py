@@ -80,6 +80,15 @@ def test_mistakes_are_named_with_their_remedy(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["H100-SXM", "NVIDIA H100 80GB HBM3", "h100-sxm"])
+def test_devices_are_named_in_any_case(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEARCH, "--device", device, "--framework", "nemo", "--json"]) == 0
+    search = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (search["device"], search["calibration"]) == ("h100-sxm", "nemo-h100-sxm-bfloat16")
+    assert main(["plan", "memory", "--model", "small", "--device", device]) == 0
+    assert "(NVIDIA H100 SXM5 80 GB)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "command",
     [
