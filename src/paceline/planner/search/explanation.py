@@ -29,7 +29,7 @@ from paceline.predict.cost.communication import (
     tensor_time_s,
 )
 from paceline.predict.cost.layouts import Layouts, Workload
-from paceline.predict.cost.memory import layout_memory
+from paceline.predict.cost.memory import accumulates_whole_gradients, layout_memory
 from paceline.predict.cost.memory_traffic import (
     elementwise_bytes,
     expert_kernels,
@@ -258,6 +258,18 @@ def _memory_lines(choice: Candidate, spec: SearchSpec) -> Iterator[WorkedLine]:
         "buckets": held.states.buckets,
         "optimizer state": held.states.optimizer_state,
     }
+    if _number(accumulates_whole_gradients(layouts, workload)):
+        stage, passes = int(_number(layouts.stage)), int(_number(workload.num_micro_batches))
+        gradients = _number(held.states.gradients)
+        size = workload.gradient_bytes + workload.framework_memory.low_gradient_bytes
+        yield WorkedLine(
+            formula=(
+                "gradients = all of the rank's parameters x bytes: they are averaged once for "
+                f"{passes} passes, until when ZeRO-{stage} does not shard them"
+            ),
+            numbers=f"{format_count(gradients / size)} x {size:g} B",
+            result=format_binary_bytes(gradients),
+        )
     parts = {
         "states": held.states.total,
         "activations": held.activations,

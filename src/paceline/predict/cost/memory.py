@@ -114,9 +114,8 @@ def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
     counted = _counted(workload)
     parts = _parts(layouts, workload, counted)
     held = sum(part.stage / part.ranks for part in parts)
-    at_once = workload.reduces_every_pass | (np.asarray(workload.num_micro_batches) == 1)
     shards = layouts.state_shards
-    sharded = (layouts.stage >= SHARDING_STAGES["gradients"]) & (shards > 1) & at_once
+    sharded = _shards_gradients(layouts) & ~accumulates_whole_gradients(layouts, workload)
     framework = workload.framework_memory
 
     def owned(size: int, divided: Any) -> Any:
@@ -139,6 +138,17 @@ def layout_state_bytes(layouts: Layouts, workload: Workload) -> StateBytes:
         buckets=np.where(averaged, in_flight, 0.0) * workload.reduction_bytes,
         optimizer_state=owned(workload.optimizer_bytes + framework.step_bytes, layouts.stage >= 1),
     )
+
+
+def _shards_gradients(layouts: Layouts) -> Any:
+    """Returns whether the ZeRO stage shards gradients once they are averaged."""
+    return (layouts.stage >= SHARDING_STAGES["gradients"]) & (layouts.state_shards > 1)
+
+
+def accumulates_whole_gradients(layouts: Layouts, workload: Workload) -> Any:
+    """Returns whether gradients that a ZeRO stage shards are whole until the last micro-batch."""
+    once = (np.asarray(workload.num_micro_batches) > 1) & (not workload.reduces_every_pass)
+    return _shards_gradients(layouts) & once
 
 
 def _parts(layouts: Layouts, workload: Workload, counted: ParameterCount) -> list[_Part]:

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.accounting.named_model import find_model
 from paceline.cli.main import main
+from paceline.planner.search.advice import compare
 from paceline.planner.search.cluster_options import ClusterOptions
 from paceline.planner.search.explanation import explain_choice, term_lines
 from paceline.planner.search.search import search
@@ -52,6 +53,37 @@ def test_the_command_prints_formulas_with_their_numbers(capsys: pytest.CaptureFi
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     explained = next(row for row in rows if row["kind"] == "explanation")["explanation"]
     assert explained["values"]["compute_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("framework", "batch", "zero", "passes", "whole"),
+    [
+        ("other", "128K", 3, 2, True),
+        ("other", "128K", 2, 2, True),
+        ("other", "64K", 3, 1, False),
+        ("other", "128K", 1, 2, False),
+        ("llm-foundry", "128K", 3, 2, False),
+    ],
+)
+def test_gradients_that_accumulate_whole_are_said_to_be(
+    framework: str, batch: str, zero: int, passes: int, whole: bool
+) -> None:
+    named = find_model("llama3-8B")
+    options = Options(framework=framework, batch_tokens=batch, memory="400GiB")
+    spec, performance = options.spec(named.shape, 8), options.performance()
+    asked = f"dp=8,tp=1,pp=1,cp=1,zero={zero},micro=1"
+    choice = compare(asked, search(spec, performance).best, spec, performance, None).other
+    assert choice.batch.accumulation_steps == passes
+    explained = explain_choice(choice, spec, performance)
+    lines = [step for step in explained.steps if step.formula.startswith("gradients =")]
+    assert len(lines) == whole
+    for line in lines:
+        assert line.formula == (
+            f"gradients = all of the rank's parameters x bytes: they are averaged once for 2 "
+            f"passes, until when ZeRO-{zero} does not shard them"
+        )
+        assert line.numbers == "8,030,261,248 x 4 B"
+        assert line.result == "29.92 GiB"
 
 
 def test_pipelines_are_explained_in_json(capsys: pytest.CaptureFixture[str]) -> None:
