@@ -222,7 +222,7 @@ class BudgetCommand:
     """Maximum duration of the run, such as 30d, 12h or 2w."""
     model: PlannedModel | None = None
     """Model, as in plan search; by default, the size that spends the budget at 20 tokens per
-    parameter."""
+    parameter (of all parameters, embeddings included)."""
     cluster: Flat[ClusterFlags] = dataclasses.field(default_factory=ClusterFlags)
     output: Flat[OutputOptions]
 
@@ -245,6 +245,8 @@ class BudgetCommand:
             device_interval_h=self.cluster.failure_interval_h,
         )
         notes = (performance.note, *model.remarks)
+        if self.model is None:
+            notes = (_rule_note(model, found.tokens), *notes)
         table = budget_table(found, _model_text(model), self.cluster.device, notes)
         rows = [
             {
@@ -270,6 +272,17 @@ class BudgetCommand:
         context = self.cluster.context or UNNAMED_CONTEXT
         shape = cluster_shape(rule_of_thumb_parameters(flops), context)
         return NamedModel("20 tokens per parameter", shape)
+
+
+def _rule_note(model: "NamedModel", tokens: float) -> str:
+    """Says what the rule of thumb counts, and what the exact FLOPs of its model make of it."""
+    from paceline.accounting.counts import all_parameters
+
+    ratio = tokens / all_parameters(model.shape, model.experts)
+    return (
+        "20 tokens per parameter: of all parameters, embeddings included, at 6 FLOPs per parameter "
+        f"and token; at the FLOPs of this model, attention included, they are {ratio:.3g}."
+    )
 
 
 def _model_text(model: "NamedModel") -> str:

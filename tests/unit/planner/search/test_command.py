@@ -133,7 +133,10 @@ def test_a_budget_without_a_model_gets_twenty_tokens_per_parameter(
     assert main(["plan", "budget", "--flops", "1e22", "--deadline", "10d"]) == 0
     shown = capsys.readouterr().out
     assert "smallest:" in shown
-    assert "20 tokens per parameter" in shown
+    assert "20 tokens per parameter (8.78 billion" in shown
+    words = " ".join(shown.split())
+    assert "20 tokens per parameter: of all parameters, embeddings included, at 6 FLOPs" in words
+    assert "at the FLOPs of this model, attention included, they are 16.9." in words
     assert main(["plan", "budget", "--flops", "1e22", "--model", "llama3-8B", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum(row["smallest"] for row in rows) == sum(row["cheapest"] for row in rows) == 1
