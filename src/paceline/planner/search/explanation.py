@@ -65,14 +65,16 @@ def explain_choice(
         WorkedLine(
             formula=f"{_name(line.term)} = {line.formula}",
             numbers=line.numbers,
-            result=f"{format_seconds(line.seconds)}, {line.seconds / step_s:.1%} of the step",
+            result=f"{format_seconds(line.seconds)}{_share_text(line, choice)}",
         )
         for line in lines
     ]
     steps.append(
         WorkedLine(
             formula="step = the sum of these terms",
-            numbers=" + ".join(format_seconds(line.seconds) for line in lines),
+            numbers=" + ".join(format_seconds(line.seconds) for line in lines).replace(
+                " + -", " - "
+            ),
             result=format_seconds(step_s),
         )
     )
@@ -86,6 +88,17 @@ def explain_choice(
             "step_time_s": step_s,
             "peak_bytes": choice.peak_bytes,
         },
+    )
+
+
+def _share_text(line: TermLine, choice: Candidate) -> str:
+    if line.seconds > 0:
+        return f", {line.seconds / choice.added_s:.1%} of the step"
+    faster = "the framework is" if line.term == "framework_s" else "runs of such sizes are"
+    alike = ", in all terms alike" if line.term == "framework_s" else ""
+    return (
+        f": {faster} faster than the formulas{alike}; shares are of the "
+        f"{format_seconds(choice.added_s)} before this"
     )
 
 

@@ -47,7 +47,7 @@ BOUNDS = {
     "imbalance_s": "stage imbalance",
     "data_s": "data-parallel communication",
     "engine_s": "calls of torch's engine",
-    "fixed_s": "fixed performance of a step",
+    "fixed_s": "fixed time of a step",
     "measured_s": "what runs of such sizes took beyond the formulas",
     "framework_s": "what the framework takes beyond the formulas",
 }
@@ -88,15 +88,28 @@ class Candidate:
         return 1 - self.peak_bytes / self.capacity_bytes
 
     @property
+    def added_s(self) -> float:
+        """Seconds of all terms that take time.
+
+        Shares are fractions of it: a framework that is faster than the formulas has a negative
+        term, beside which the others would be more than the step.
+        """
+        return sum(seconds for seconds in self.terms_s.values() if seconds > 0)
+
+    def share(self, part: str) -> float:
+        """Returns the fraction of the step that one of `parts` takes."""
+        return self.parts[part] / self.added_s
+
+    @property
     def bubble_share(self) -> float:
         """Fraction of the step in which pipeline stages wait for each other."""
         idle = self.terms_s.get("bubble_s", 0.0) + self.terms_s.get("imbalance_s", 0.0)
-        return idle / self.step_time_s.value
+        return idle / self.added_s
 
     @property
     def exposed_share(self) -> float:
         """Fraction of the step that is exposed communication."""
-        return sum(self.terms_s.get(name, 0.0) for name in _COMMUNICATION) / self.step_time_s.value
+        return sum(self.terms_s.get(name, 0.0) for name in _COMMUNICATION) / self.added_s
 
     @property
     def bound(self) -> str:

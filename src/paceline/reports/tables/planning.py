@@ -162,8 +162,7 @@ def _count(number: float | None) -> str:
 
 
 def _bound(choice: Candidate) -> str:
-    share = choice.parts[choice.bound] / choice.step_time_s.value
-    return f"{choice.bound} {share:.0%}"
+    return f"{choice.bound} {choice.share(choice.bound):.0%}"
 
 
 def _alike_note(alike: int, found: Sequence[Candidate]) -> tuple[str, ...]:

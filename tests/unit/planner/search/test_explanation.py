@@ -55,6 +55,35 @@ def test_the_command_prints_formulas_with_their_numbers(capsys: pytest.CaptureFi
     assert explained["values"]["compute_s"] > 0
 
 
+@pytest.mark.parametrize("framework", ["torchtitan", "nemo", "megatron-bridge"])
+def test_shares_add_up_to_the_step_also_if_the_framework_beats_the_formulas(framework: str) -> None:
+    named, options = find_model("llama3-8B"), Options(framework=framework, batch_tokens="1M")
+    spec = options.spec(named.shape, 8)
+    performance = options.performance()
+    # Almost all of the time is compute, of which a faster framework left more than 100%.
+    best = search(spec, performance, top=1).best
+    explained = explain_choice(best, spec, performance)
+    shares, below = [], []
+    for step in explained.steps:
+        if found := re.search(r", ([-\d.]+)% of the step$", step.result):
+            shares.append(float(found[1]))
+        elif step.result.startswith("-"):
+            below.append(step)
+    assert all(0 <= share <= 100 for share in shares)
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert len(below) == (best.terms_s["framework_s"] < 0) == (framework != "nemo")
+    assert best.share("compute") + best.exposed_share <= 1
+    for step in below:
+        assert re.fullmatch(
+            r"-[\d.]+ m?s: the framework is faster than the formulas, in all terms alike; shares "
+            r"are of the [\d.]+ s before this",
+            step.result,
+        )
+        (whole,) = [step for step in explained.steps if step.formula.startswith("step =")]
+        assert " + -" not in whole.numbers
+        assert whole.numbers.count(" - ") == 1
+
+
 @pytest.mark.parametrize(
     ("framework", "batch", "zero", "passes", "whole"),
     [
