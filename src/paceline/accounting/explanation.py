@@ -5,7 +5,11 @@ differ from the right ones by an unstated assumption.
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping
+
+_WIDTH = 80
+"""Characters of a line of a terminal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +36,25 @@ class Explanation:
 
     def render(self) -> str:
         """Returns the derivation as text."""
-        lines = [self.question, *(f"  assuming {assumption}" for assumption in self.assumptions)]
+        lines = [folded("", self.question, hanging=2)]
+        lines += [folded("  assuming ", each) for each in self.assumptions]
         for step in self.steps:
-            lines.append(f"  {step.formula}")
-            lines.append(f"      with  {step.numbers}")
-            lines.append(f"      gives {step.result}")
+            lines.append(folded("  ", step.formula, hanging=4))
+            lines.append(folded("      with  ", step.numbers))
+            lines.append(folded("      gives ", step.result))
         return "\n".join(lines)
+
+
+def folded(lead: str, text: str, hanging: int = 0) -> str:
+    """Returns text in lines of at most 80 characters, broken between words.
+
+    Further lines are indented as the first after its `lead`, and by `hanging` more.
+    """
+    return textwrap.fill(
+        text,
+        width=_WIDTH,
+        initial_indent=lead,
+        subsequent_indent=" " * (len(lead) + hanging),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

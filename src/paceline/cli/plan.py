@@ -113,6 +113,7 @@ class MemoryCommand:
 
     def run(self) -> int:
         """Prints and explains the memory of a step, and draws it if requested."""
+        from paceline.accounting.explanation import folded
         from paceline.accounting.memory.step import explain_memory, fit_on_device
         from paceline.accounting.named_model import find_model
         from paceline.predict.strategy_memory import step_plan
@@ -141,10 +142,11 @@ class MemoryCommand:
             title = f"{model.name} under {self.strategy}, fullest of {self.world_size} ranks"
             save_as(plot_memory_plan(instants, title=title, device=device), self.figure)
         explanation = explain_memory(plan, self.world_size, device=device)
-        texts = [instants_text(instants), explanation.render(), *model.remarks]
+        texts = [instants_text(instants), explanation.render()]
+        texts += [folded("", remark) for remark in model.remarks]
         if device is not None:
             verdict = str(fit_on_device(plan, self.world_size, device))
-            texts.insert(0, verdict.replace("does_not_fit", "does not fit"))
+            texts.insert(0, folded("", verdict.replace("does_not_fit", "does not fit")))
         self.output.show([explanation], "\n\n".join(texts))
         return 0
 

@@ -13,6 +13,7 @@ from paceline.benchmarks.options import DeviceChoice, PlannedModel
 from paceline.cli.output import FigurePath, Flat, OutputOptions, say, work_progress
 from paceline.core.errors import UsageError
 from paceline.core.runnable import Work, unsupported_reasons
+from paceline.core.units import format_suffixed
 from paceline.planner.search.cluster_options import (
     UNNAMED_CONTEXT,
     ClusterOptions,
@@ -180,8 +181,9 @@ class SearchCommand:
             points = pareto_front(result.spec, result.performance)
         shown = 1e12 if tokens is None else tokens
         subtitle = (
-            f"{self.model}, {shown:.3g} tokens, batch of {result.spec.tokens_per_step:,}, "
-            f"{self.cluster.device}: the best layout of each number of devices"
+            f"{self.model}, {format_suffixed(shown)} tokens, batch of "
+            f"{result.spec.tokens_per_step:,}, {self.cluster.device}: the best layout of each "
+            "number of devices"
         )
         assert self.figure is not None
         save_as(plot_front(front_marks(points, shown), subtitle), self.figure)

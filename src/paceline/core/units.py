@@ -37,6 +37,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, except those that end lines and separate columns."""
 _BINARY_STEPS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+_COUNT_STEPS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 _TIME_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _DURATION_STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
@@ -115,6 +116,21 @@ def format_count(value: float) -> str:
     return f"{value:,.0f}" if in_full and abs(value) < 1e12 else f"{value:.4g}"
 
 
+def format_digits(value: float) -> str:
+    """Formats a number to three digits, and in full from 1,000 on."""
+    rounded = float(f"{value:.3g}")
+    return f"{value:,.0f}" if 1000 <= abs(rounded) < 1e12 else f"{value:.3g}"
+
+
+def format_suffixed(value: float) -> str:
+    """Formats a count to three digits with a suffix, as it is typed: 1T, 43.4B, 4.19M."""
+    rounded = float(f"{value:.3g}")
+    for step, suffix in _COUNT_STEPS:
+        if abs(rounded) >= step:
+            return f"{format_digits(rounded / step)}{suffix}"
+    return format_digits(rounded)
+
+
 def format_seconds(seconds: float) -> str:
     """Formats a short time in the largest unit in which it is at least one."""
     return _format(seconds, _TIME_STEPS, "s")
@@ -135,5 +151,5 @@ def _format(value: float, steps: Iterable[tuple[float, str]], unit: str) -> str:
     value = float(f"{value:.3g}")
     for step, name in steps:
         if abs(value) >= step:
-            return f"{value / step:.3g} {name}"
+            return f"{format_digits(value / step)} {name}"
     return f"{value:.3g} {unit}"

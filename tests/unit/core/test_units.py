@@ -8,10 +8,12 @@ from paceline.core.units import (
     MIB,
     format_binary_bytes,
     format_decimal,
+    format_digits,
     format_duration,
     format_gibibytes,
     format_gigabytes,
     format_seconds,
+    format_suffixed,
     parse_bytes,
     parse_rate,
     parse_seconds,
@@ -51,6 +53,17 @@ def test_decimal_prefixes() -> None:
     assert format_decimal(75.2e9, "FLOP/s") == "75.2 GFLOP/s"
     assert format_decimal(3, "B") == "3 B"
     assert format_decimal(999.9e12, "FLOP/s") == "1 PFLOP/s"
+
+
+def test_large_numbers_are_shown_without_exponents() -> None:
+    assert [format_digits(value) for value in (0.0123, 12.34, 999.9, 1234.5, 1e15)] == [
+        *("0.0123", "12.3", "1,000", "1,234", "1e+15")
+    ]
+    assert [format_suffixed(value) for value in (7, 4.194e6, 4.34e10, 999.9e9, 1.5e13, 2e15)] == [
+        *("7", "4.19M", "43.4B", "1T", "15T", "2,000T")
+    ]
+    assert format_seconds(123_456) == "123,000 s"
+    assert format_decimal(2.5e19, "FLOP") == "25,000 PFLOP"
 
 
 def test_durations_have_two_units() -> None:

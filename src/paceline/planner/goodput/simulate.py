@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from paceline.core.units import Progress
 from paceline.planner.goodput.options import Option, variations
 from paceline.planner.goodput.scenario import DAY_S, DEVICES_PER_HOST, Scenario
 from paceline.records import CaseValue, Environment, Metric, Record
@@ -39,8 +40,6 @@ class Simulated:
     failures_per_day: float
 
 
-Progress = Callable[[int, int], None]
-"""Called with the simulated seconds so far and in total."""
 _EVENTS_PER_REPORT = 4096
 """Events between two calls that tell of the progress: about 0.2 s."""
 
@@ -52,7 +51,10 @@ def _untold(_done: int, _total: int) -> None:
 def simulate(
     scenario: Scenario, *, trials: int = 16, seed: int = 0, progress: Progress = _untold
 ) -> Simulated:
-    """Simulates a scenario `trials` times with independent random streams from one seed."""
+    """Simulates a scenario `trials` times with independent random streams from one seed.
+
+    Calls `progress` now and then with the simulated seconds so far and in total.
+    """
     duration_s = scenario.days * DAY_S
     runs = []
     for number, stream in enumerate(np.random.SeedSequence(seed).spawn(trials)):

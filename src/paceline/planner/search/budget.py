@@ -14,6 +14,7 @@ import math
 from paceline.accounting.counts import all_parameters, flops_per_token
 from paceline.core.errors import UsageError
 from paceline.core.specs import Experts, ModelShape
+from paceline.core.units import format_digits
 from paceline.planner.goodput.options import CONSTANTS, LLAMA3_DEVICE_INTERVAL_H, options
 from paceline.planner.goodput.scenario import DAY_S, DEVICES_PER_HOST, HOUR_S, Scenario
 from paceline.planner.search.search import Candidate, find_best
@@ -202,6 +203,7 @@ def _raise_too_late(points: list[BudgetPoint], least: float, deadline_days: floa
     fastest = min(points, key=lambda point: point.run.days)
     raise UsageError(
         f"no number of devices meets {deadline_days:g} days: the fastest of {len(points)} that "
-        f"were tried, {fastest.devices:,} devices, takes {fastest.run.days:.3g} days; give a "
-        "later --deadline, fewer --flops, or a larger --batch-tokens, which can use more devices"
+        f"were tried, {fastest.devices:,} devices, takes {format_digits(fastest.run.days)} days; "
+        "give a later --deadline, fewer --flops, or a larger --batch-tokens, which can use more "
+        "devices"
     )

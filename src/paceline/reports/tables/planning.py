@@ -7,8 +7,17 @@ import numpy as np
 
 from paceline.accounting.memory.step import MemoryParts
 from paceline.core.plan import SHARDINGS, Estimate, ParallelLayout
-from paceline.core.units import GB, format_binary_bytes, format_count, format_duration, to_gibibytes
+from paceline.core.units import (
+    GB,
+    format_binary_bytes,
+    format_count,
+    format_digits,
+    format_duration,
+    format_suffixed,
+    to_gibibytes,
+)
 from paceline.planner.calibrations.calibration import FrameworkCalibration
+from paceline.planner.goodput.scenario import DAY_S
 from paceline.planner.search.advice import Change, Comparison, not_told_apart
 from paceline.planner.search.budget import Budget, BudgetPoint, RunEstimate
 from paceline.planner.search.measure_next import MeasuredNext
@@ -121,8 +130,8 @@ def _per_device(choice: Candidate) -> str:
 def _with_ends(value: float, time: Estimate) -> str:
     """Returns a number that is proportional to a step time, with its interval."""
     low, high = (value * end / time.value for end in interval_ends(time))
-    digits = ".0f" if low >= 10 else ".2g"
-    return f"{value:.3g} ({low:{digits}}-{high:{digits}})"
+    digits = ",.0f" if low >= 10 else ".2g"
+    return f"{format_digits(value)} ({low:{digits}}-{high:{digits}})"
 
 
 def _network_text(result: SearchResult) -> str:
@@ -251,11 +260,12 @@ def advice_table(changes: Sequence[Change]) -> Table:
 def run_lines(run: RunEstimate) -> tuple[str, ...]:
     """Returns sentences on the duration, device-hours, interruptions and cost of a run."""
     spares = f" and {run.spare_hosts} spare hosts" if run.spare_hosts else ""
+    interruptions = "interruption" if round(run.interruptions) == 1 else "interruptions"
     lines = [
-        f"{run.tokens:.3g} tokens in {run.steps:,} steps: {run.days:.3g} days "
-        f"({run.days_without_failures:.3g} without failures, goodput {run.goodput:.1%}), "
+        f"{format_suffixed(run.tokens)} tokens in {run.steps:,} steps: {_days(run.days)} "
+        f"({_days(run.days_without_failures)} without failures, goodput {run.goodput:.1%}), "
         f"{_count(run.device_hours)} device-hours{spares}.",
-        f"About {run.interruptions:.0f} interruptions; save every "
+        f"About {run.interruptions:,.0f} {interruptions}; save every "
         f"{format_duration(run.checkpoint_interval_s)}.",
     ]
     if run.cost is not None:
@@ -264,7 +274,12 @@ def run_lines(run: RunEstimate) -> tuple[str, ...]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{format_digits(seconds)} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _days(days: float) -> str:
+    """Returns days to three digits; of a run of less than a day, its hours and minutes."""
+    return f"{format_digits(days)} days" if days >= 1 else format_duration(days * DAY_S)
 
 
 def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = ()) -> Table:
@@ -279,7 +294,7 @@ def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = 
     if found.points[0].run.cost is not None:
         columns["cost"] = lambda point: _count(point.run.cost)
     columns |= {
-        "stops": lambda point: f"{point.run.interruptions:.0f}",
+        "stops": lambda point: f"{point.run.interruptions:,.0f}",
         "save every": lambda point: format_duration(point.run.checkpoint_interval_s),
         "spare hosts": lambda point: point.run.spare_hosts,
         "MFU": lambda point: "" if point.choice.mfu is None else f"{point.choice.mfu:.1%}",
@@ -288,9 +303,12 @@ def budget_table(found: Budget, model: str, device: str, notes: Sequence[str] = 
     return Table.of(
         found.points,
         columns,
-        caption=(f"{found.tokens:.3g} tokens by day {found.deadline_days:g} on {device}: {model}"),
+        caption=(
+            f"{format_suffixed(found.tokens)} tokens by day {found.deadline_days:g} on {device}: "
+            f"{model}"
+        ),
         notes=(
-            f"smallest: {found.smallest.devices:,} devices, {found.smallest.run.days:.3g} days; "
+            f"smallest: {found.smallest.devices:,} devices, {_days(found.smallest.run.days)}; "
             f"cheapest: {found.cheapest.devices:,} devices, "
             f"{_count(found.cheapest.run.device_hours)} device-hours.",
             *notes,

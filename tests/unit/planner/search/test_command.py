@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -125,6 +126,31 @@ def test_that_a_step_does_not_fit_is_a_result(capsys: pytest.CaptureFixture[str]
     assert main([*step, "--strategy", "torch_ddp", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["values"]
     assert values["peak_bytes"] > values["device_memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*SEARCH[1:], "--explain", "--framework", "megatron-bridge", "--tokens", "15T"],
+        ["search", "--model", "qwen3-30B-A3B", "--precision", "float8", "--explain"],
+        ["memory", "--model", "llama3-405B", "--device", "h100-sxm"],
+        ["memory", "--model", "bytes-6M", "--strategy", "fsdp", "--device", "rtx-4090"],
+        ["overhead", "--size", "135MB", "--bandwidth", "1GB/s", "--latency", "1ms"],
+        ["account"],
+        ["budget", "--flops", "1e26", "--deadline", "1000d", "--price", "2"],
+        ["goodput", "--devices", "1024", "--trials", "1"],
+    ],
+    ids=" ".join,
+)
+def test_answers_fit_eighty_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *command]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    # The courses write their own figures with powers of ten.
+    assert command == ["account"] or not re.search(r"\d[eE]\+\d", shown)
 
 
 def test_a_budget_without_a_model_gets_twenty_tokens_per_parameter(
