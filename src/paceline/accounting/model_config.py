@@ -270,13 +270,26 @@ class _Type(NamedTuple):
     """This type's names of keys."""
 
 
+_GEMMA3: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+"""Defaults of transformers, which published configs of Gemma 3 leave out."""
 _TYPES: dict[str, _Type] = {
     "llama": _Type(_llama),
     "mistral": _Type(lambda config: ({}, None), {"num_key_value_heads": 8}),
     "qwen2": _Type(_qwen2, {"use_sliding_window": False}),
     "qwen3": _Type(_qwen3, {"use_sliding_window": False, "head_dim": 128}),
     "gemma2": _Type(_gemma2, {"tie_word_embeddings": True, "head_dim": 256}),
-    "gemma3_text": _Type(_gemma3, {"tie_word_embeddings": True, "head_dim": 256}),
+    "gemma3_text": _Type(_gemma3, _GEMMA3),
     "phi3": _Type(lambda config: ({}, None)),
     "olmo2": _Type(_olmo2),
     "gpt2": _Type(

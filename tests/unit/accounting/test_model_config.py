@@ -102,6 +102,21 @@ def test_what_is_not_counted_is_said() -> None:
     assert found.shape == model_of_config(text, "x").shape
 
 
+def test_what_published_configs_of_gemma_3_leave_out_is_transformers_default() -> None:
+    from transformers import Gemma3TextConfig
+
+    defaults = Gemma3TextConfig().to_dict()
+    config = {key: value for key, value in defaults.items() if key != "rope_parameters"}
+    assert model_of_config({"model_type": "gemma3_text"}, "x") == model_of_config(config, "x")
+    # As in google/gemma-3-4b-it, without the sizes of the tower for images.
+    stated = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    text = {"model_type": "gemma3_text", "sliding_window": 1024, **stated}
+    found = model_of_config({"model_type": "gemma3", "text_config": text}, "x")
+    whole = {"max_position_embeddings": 131_072, **CONFIGS["Gemma 3 4B"]}
+    assert found.shape.d_model == 2560
+    assert count_parameters(found.shape) == count_parameters(model_of_config(whole, "x").shape)
+
+
 def test_models_of_other_kinds_are_refused_with_what_is_known() -> None:
     with pytest.raises(UsageError, match=r"'mamba' is not accounted for; .*known: llama, mistral"):
         model_of_config({"model_type": "mamba"}, "config.json")
