@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/extension.h>
 
 #include <algorithm>
 
@@ -327,6 +328,8 @@ void bind_group(pybind11::module_& module) {
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "Options")
       .def("__deepcopy__", [](const GroupOptions& own, const py::dict&) { return c10::make_intrusive<GroupOptions>(own); });
   py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(module, "Group").def_readonly("options", &Group::options);
+  module.def("seed", &seed_generators, py::call_guard<py::gil_scoped_release>());
+  module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("make_group", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
                               MakeGloo make_gloo) {
     return c10::make_intrusive<Group>(store, rank, size, timeout, std::move(make_gloo));

@@ -1,16 +1,14 @@
 // What Python sees of the emulated device.
-#include <torch/extension.h>
+// torch's own bindings take half a minute to compile: what needs them stands in group.cpp.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "group.h"
-#include "tensors.h"
+#include "world.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  namespace py = pybind11;
-  using without_lock = py::call_guard<py::gil_scoped_release>;
   emulated::bind_group(m);
   m.def("num_devices", &emulated::num_devices);
-  m.def("seed", &emulated::seed_generators, without_lock());
-  m.def("default_generator", [](int device) { return emulated::default_generator(device); });
   m.def("synchronizations", &emulated::synchronizations);
   m.def("clear_synchronizations", &emulated::clear_synchronizations);
   m.def("forbid_synchronizations", &emulated::forbid_synchronizations);
