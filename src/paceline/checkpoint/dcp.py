@@ -70,7 +70,10 @@ def _same(loaded: Any, value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "nested too deeply to be shown"
     return f"a {type(value).__name__} ({text[:60]}{'...' if len(text) > 60 else ''})"
 
 

@@ -144,7 +144,12 @@ class MemoryCheckpointer(Checkpointer):
         manifest = decode_manifest(content, self.memory.url)
         send_replicas(self.memory, manifest, self.hosts, self.group)
         require_all(lambda: None, self.group)
-        require_all(lambda: self._publish(step, save_id, content), self.group)
+
+        def publish() -> None:
+            if self.hosts.is_leader:
+                self.memory.publish_here(step, save_id, content)
+
+        require_all(publish, self.group)
         if self.hosts.is_leader:
             self.memory.remove_others(step)
 
@@ -173,12 +178,6 @@ class MemoryCheckpointer(Checkpointer):
         """Destroys the group; checkpoints in memory stay there."""
         super().close()
         self.memory.close()
-
-    def _publish(self, step: int, save_id: str, manifest: bytes) -> None:
-        if self.hosts.is_leader:
-            self.memory.publish_here(step, save_id, manifest)
-        else:
-            self.memory.release(step, save_id)
 
 
 _Save = tuple[int, str]
