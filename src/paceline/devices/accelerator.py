@@ -26,6 +26,8 @@ from paceline.core.hardware import CUDA
 
 Moment: TypeAlias = float | torch.Event
 _HISTORY_ENTRIES = 1_000_000
+_WITHOUT_STREAMS = ("cpu", "meta")
+"""Types of devices on which an operation is over when its call returns; meta computes nothing."""
 _WITHOUT_COLLECTIVES = "gloo"
 """torch's default backend for devices on which ranks cannot communicate, such as Apple's."""
 
@@ -71,7 +73,7 @@ def all_accelerators() -> list[torch.device]:
 
 def select(device: torch.device) -> None:
     """Makes a device the one that this thread uses by default."""
-    if device.type != "cpu":
+    if device.type not in _WITHOUT_STREAMS:
         torch.accelerator.set_device_index(device)
 
 
@@ -99,7 +101,7 @@ def device_type_of_backend(backend: str) -> str:
 
 def now(device: torch.device) -> Moment:
     """Returns a timestamp of the current point on a device's timeline."""
-    if device.type == "cpu":
+    if device.type in _WITHOUT_STREAMS:
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
@@ -118,17 +120,17 @@ def seconds_between(start: Moment, end: Moment) -> float:
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Returns the current stream of an accelerator; None for a CPU, which has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return None if device.type in _WITHOUT_STREAMS else torch.accelerator.current_stream(device)
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
     """Returns a stream beside the current one; None for a CPU."""
-    return None if device.type == "cpu" else torch.Stream(device)
+    return None if device.type in _WITHOUT_STREAMS else torch.Stream(device)
 
 
 def point_in_stream(device: torch.device) -> torch.Event | None:
     """Returns the current point of the current stream, for other streams to wait for."""
-    if device.type == "cpu":
+    if device.type in _WITHOUT_STREAMS:
         return None
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
@@ -147,13 +149,13 @@ def follow(device: torch.device, stream: torch.Stream) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Waits until an accelerator has completed all queued work; does nothing for a CPU."""
-    if device.type != "cpu":
+    if device.type not in _WITHOUT_STREAMS:
         torch.accelerator.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:
     """Waits for the work queued in the current stream, not for messages in other streams."""
-    if device.type != "cpu":
+    if device.type not in _WITHOUT_STREAMS:
         torch.accelerator.current_stream(device).synchronize()
 
 
@@ -162,7 +164,7 @@ def synchronize_stream(device: torch.device) -> None:
 
 def pins_memory(device: torch.device) -> bool:
     """Returns whether copies from and to host memory need pinned memory to be asynchronous."""
-    return device.type != "cpu"
+    return device.type not in _WITHOUT_STREAMS
 
 
 def send_numbers(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
@@ -188,7 +190,7 @@ def reset_peak(device: torch.device) -> None:
 
 def free_cached_memory(device: torch.device) -> None:
     """Returns freed memory that torch keeps to an accelerator."""
-    if device.type != "cpu":
+    if device.type not in _WITHOUT_STREAMS:
         torch.accelerator.empty_cache()
 
 
@@ -220,7 +222,7 @@ def peer_links() -> list[str]:
 
 def random_state(device: torch.device) -> bytes | None:
     """Returns the state of an accelerator's generator; None for a CPU, whose is torch's own."""
-    if device.type == "cpu":
+    if device.type in _WITHOUT_STREAMS:
         return None
     return bytes(_module(device.type).get_rng_state(device).numpy().tobytes())
 
@@ -261,7 +263,7 @@ def stop_memory_history(device: torch.device) -> None:
 
 
 def _memory_recorder(device: torch.device) -> Any:
-    if device.type == "cpu":
+    if device.type in _WITHOUT_STREAMS:
         return None
     recorder = getattr(_module(device.type), "memory", None)
     return recorder if hasattr(recorder, "_record_memory_history") else None

@@ -120,6 +120,14 @@ def test_a_cpu_has_a_clock_and_no_streams() -> None:
     accelerator.free_cached_memory(CPU)
 
 
+def test_tensors_without_data_have_no_streams_either() -> None:
+    meta = torch.device("meta")
+    accelerator.synchronize(meta)
+    assert accelerator.current_stream(meta) is None
+    assert accelerator.point_in_stream(meta) is None
+    assert not accelerator.pins_memory(meta)
+
+
 def test_the_profiler_records_the_device() -> None:
     host = ProfilerActivity.CPU
     assert accelerator.profiler_activities(CPU) == [host]
