@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import tyro
@@ -41,6 +41,14 @@ Flat = Annotated[_Options, tyro.conf.arg(name="")]
 """Options that the help lists with the command's own, without a separate heading."""
 Place = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|s3://...")]
 """Location of a dataset or of a run's checkpoints."""
+
+
+def given_flags(options: Any, names: Sequence[str]) -> list[str]:
+    """Returns the flags, as they are typed, of those fields that differ from their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    return [
+        f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != defaults[name]
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

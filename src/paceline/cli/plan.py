@@ -11,7 +11,7 @@ from paceline.benchmarks.options import (
     ShapeOverrides,
     StrategyChoice,
 )
-from paceline.cli.output import FigurePath, Flat, OutputOptions, case_progress, say
+from paceline.cli.output import FigurePath, Flat, OutputOptions, case_progress, given_flags, say
 from paceline.core.errors import UsageError
 from paceline.core.hardware import find_device
 from paceline.core.presets import model_preset
@@ -201,13 +201,12 @@ class GoodputCommand:
             raise UsageError(
                 "--figure plots goodput over devices, which --replay does not vary; leave one out"
             )
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("devices", "constants", "detection", "restart", "disk_bandwidth"):
-            if getattr(self, name) != defaults[name]:
-                raise UsageError(
-                    f"--replay is of Llama 3's run with its own devices and times, and takes no "
-                    f"--{name.replace('_', '-')}; leave one out"
-                )
+        of_simulations = ("devices", "constants", "detection", "restart", "disk_bandwidth")
+        for flag in given_flags(self, of_simulations):
+            raise UsageError(
+                f"--replay is of Llama 3's run with its own devices and times, and takes no "
+                f"{flag}; leave one out"
+            )
 
     def run(self) -> int:
         """Simulates runs and prints tables with the assumptions."""

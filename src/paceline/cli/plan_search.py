@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from paceline.benchmarks.options import DeviceChoice, PlannedModel
-from paceline.cli.output import FigurePath, Flat, OutputOptions, say, work_progress
+from paceline.cli.output import FigurePath, Flat, OutputOptions, given_flags, say, work_progress
 from paceline.core.errors import UsageError
 from paceline.core.runnable import Work, unsupported_reasons
 from paceline.core.units import format_suffixed
@@ -72,10 +72,8 @@ class SearchCommand:
         if self.devices < 1 or self.top < 1:
             raise UsageError("--devices and --top must be at least 1")
         if self.tokens is None:
-            for flag in ("price", "device_interval_h"):
-                if getattr(self.cluster, flag) is not None:
-                    named = f"--{flag.replace('_', '-')}"
-                    raise UsageError(f"{named} needs the --tokens of the run; add them")
+            for flag in given_flags(self.cluster, ("price", "device_interval_h")):
+                raise UsageError(f"{flag} needs the --tokens of the run; add them")
 
     def run(self) -> int:
         """Searches and prints the best layouts."""

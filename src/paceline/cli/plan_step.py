@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.benchmarks.options import PlannedModel, StrategyChoice
-from paceline.cli.output import FigurePath, Flat, OutputOptions
+from paceline.cli.output import FigurePath, Flat, OutputOptions, given_flags
 from paceline.core.errors import RecordError, UsageError
 from paceline.core.specs import BatchShape, nearest_buildable, require_context
 from paceline.core.strategies import BUCKET_STRATEGIES, DEFAULT_BUCKET_SIZE_MB, StrategyName
@@ -210,12 +210,10 @@ class CalibrateRowsCommand:
         if self.out is not None and self.out.suffix != ".jsonl":
             raise UsageError(f"--out {self.out}: give a name that ends in .jsonl")
         require_some_context(self.context)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("devices", "batch_tokens", "context"):
-            if self.model is None and getattr(self, name) != defaults[name]:
+        if self.model is None:
+            for flag in given_flags(self, ("devices", "batch_tokens", "context")):
                 raise UsageError(
-                    f"--{name.replace('_', '-')} describes the plan of --model; name a model, or "
-                    "leave it out"
+                    f"{flag} describes the plan of --model; name a model, or leave it out"
                 )
 
     def run(self) -> int:

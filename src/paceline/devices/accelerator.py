@@ -26,6 +26,7 @@ from paceline.core.hardware import CUDA
 
 Moment: TypeAlias = float | torch.Event
 _HISTORY_ENTRIES = 1_000_000
+_ACTIVITIES = {CUDA: ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 _WITHOUT_STREAMS = ("cpu", "meta")
 """Types of devices on which an operation is over when its call returns; meta computes nothing."""
 _WITHOUT_COLLECTIVES = "gloo"
@@ -101,11 +102,7 @@ def device_type_of_backend(backend: str) -> str:
 
 def now(device: torch.device) -> Moment:
     """Returns a timestamp of the current point on a device's timeline."""
-    if device.type in _WITHOUT_STREAMS:
-        return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+    return time.perf_counter() if device.type in _WITHOUT_STREAMS else _recorded(device, timed=True)
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
@@ -130,9 +127,11 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 def point_in_stream(device: torch.device) -> torch.Event | None:
     """Returns the current point of the current stream, for other streams to wait for."""
-    if device.type in _WITHOUT_STREAMS:
-        return None
-    event = torch.Event(device)
+    return None if device.type in _WITHOUT_STREAMS else _recorded(device, timed=False)
+
+
+def _recorded(device: torch.device, *, timed: bool) -> torch.Event:
+    event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
 
@@ -205,33 +204,30 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 def device_name(device: torch.device) -> str:
     """Returns the name of an accelerator as its driver reports it."""
-    return str(_module(device.type).get_device_name(device))
+    return str(torch.get_device_module(device.type).get_device_name(device))
 
 
 def peer_links() -> list[str]:
     """Returns the pairs of accelerators with direct access to each other's memory, if known."""
-    has_access = getattr(_of_this_machine(), "can_device_access_peer", None)
-    if has_access is None:
-        return []
-    return [
-        f"{first} <-> {second} peer access"
-        for first, second in itertools.combinations(all_accelerators(), 2)
-        if has_access(first.index, second.index)
-    ]
+    found = []
+    for first, second in itertools.combinations(all_accelerators(), 2):
+        has_access = getattr(torch.get_device_module(first.type), "can_device_access_peer", None)
+        if has_access is not None and has_access(first.index, second.index):
+            found.append(f"{first} <-> {second} peer access")
+    return found
 
 
 def random_state(device: torch.device) -> bytes | None:
     """Returns the state of an accelerator's generator; None for a CPU, whose is torch's own."""
     if device.type in _WITHOUT_STREAMS:
         return None
-    return bytes(_module(device.type).get_rng_state(device).numpy().tobytes())
+    return bytes(torch.get_device_module(device.type).get_rng_state(device).numpy().tobytes())
 
 
 def set_random_state(device: torch.device, state: bytes) -> None:
     """Sets the state of an accelerator's generator."""
-    _module(device.type).set_rng_state(
-        torch.frombuffer(bytearray(state), dtype=torch.uint8), device
-    )
+    numbers = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    torch.get_device_module(device.type).set_rng_state(numbers, device)
 
 
 # Profiling.
@@ -239,9 +235,10 @@ def set_random_state(device: torch.device, state: bytes) -> None:
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
     """Returns what torch's profiler has to record on the host and on a device."""
-    names = {"cpu": "CPU", CUDA: "CUDA", "xpu": "XPU"}
-    own = names.get(device.type, "PrivateUse1")
-    return [ProfilerActivity.CPU, *([getattr(ProfilerActivity, own)] if own != "CPU" else [])]
+    activities = [ProfilerActivity.CPU]
+    if device.type not in _WITHOUT_STREAMS:
+        activities.append(_ACTIVITIES.get(device.type, ProfilerActivity.PrivateUse1))
+    return activities
 
 
 def start_memory_history(device: torch.device) -> None:
@@ -265,7 +262,7 @@ def stop_memory_history(device: torch.device) -> None:
 def _memory_recorder(device: torch.device) -> Any:
     if device.type in _WITHOUT_STREAMS:
         return None
-    recorder = getattr(_module(device.type), "memory", None)
+    recorder = getattr(torch.get_device_module(device.type), "memory", None)
     return recorder if hasattr(recorder, "_record_memory_history") else None
 
 
@@ -282,13 +279,3 @@ def push_range(name: str) -> None:
 def pop_range() -> None:
     """Ends the innermost named range."""
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-def _module(kind: str) -> Any:
-    """Returns torch's module of a type of device, for what `torch.accelerator` does not offer."""
-    return torch.get_device_module(kind)
-
-
-def _of_this_machine() -> Any:
-    kind = accelerator_type()
-    return None if kind is None else _module(kind)

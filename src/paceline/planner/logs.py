@@ -67,9 +67,9 @@ def read_log(path: pathlib.Path) -> LoggedRun:
         if (path / "record.jsonl").exists():
             return _of_record(path / "record.jsonl")
         return _of_series(_tensorboard(path), path)
-    content = read_named(path, "name a trainer's log or its exported metrics")
-    if ".tfevents." in path.name:
+    if ".tfevents." in path.name and path.exists():
         return _of_series(_tensorboard(path), path)
+    content = read_named(path, "name a trainer's log or its exported metrics")
     text = content.decode(errors="replace")
     if objects := _objects(text):
         if objects[0].get("kind") == "training_run":
