@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from paceline.devices import accelerator
+from paceline.parallel import Session
+from paceline.parallel.ranks.placement import local_placement
 
 
 def device_of(rank: int) -> torch.device:
@@ -22,6 +24,12 @@ def device_of(rank: int) -> torch.device:
 def backend() -> str:
     """Returns the backend of the device's process groups."""
     return accelerator.default_backend(device_of(0).type)
+
+
+def session_of(rank: int, world_size: int) -> Session:
+    """Returns what a trainer is told of a rank of a pool."""
+    placement = local_placement("spawn", rank, world_size)
+    return Session(placement=placement, device=device_of(rank), backend=backend())
 
 
 def is_emulated() -> bool:

@@ -8,7 +8,6 @@ removal is flagged if a test on the emulated device fails: for a race, for a wai
 was not there before, or for other numbers.
 """
 
-import argparse
 import ast
 import concurrent.futures
 import dataclasses
@@ -21,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from studies.harness.study import ROOT
+from studies.harness.study import ROOT, study_parser
 
 _PACKAGE = ROOT / "src/paceline"
 _FILES = (
@@ -129,10 +128,8 @@ def flagged_by(removal: Removal) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes one line per removal, and a summary first."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", type=pathlib.Path)
+    parser = study_parser(__doc__, store=None)
+    parser.add_argument("results", type=pathlib.Path, help="file that the rows are written to")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="one per core")
     options = parser.parse_args(arguments)
     chosen = [removal for path in _FILES for removal in removals(path)]

@@ -103,15 +103,16 @@ def _problem(log: str) -> str:
 
 
 def main() -> int:
-    """Fuzzes the kinds of files, one per core at a time, and records what was found."""
+    """Fuzzes the kinds of files, several at a time, and records what was found."""
     parser = study_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="for each kind of file")
     parser.add_argument("--only", nargs="*", default=list(FILES), choices=list(FILES))
     parser.add_argument("--keep", type=pathlib.Path, default=pathlib.Path("fuzz-found"))
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="kinds at a time")
     arguments = parser.parse_args()
     records = FaultRecords(arguments.store)
     seconds = arguments.minutes * 60
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+    with concurrent.futures.ThreadPoolExecutor(arguments.workers) as threads:
         futures = [
             threads.submit(fuzz_subject, subject, seconds, arguments.keep)
             for subject in arguments.only

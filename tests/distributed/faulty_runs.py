@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 
 from paceline.data.loader.torch_batches import TorchBatch, TorchLoader
 from paceline.health.errors import AgreedError
-from paceline.parallel import Session
-from paceline.parallel.ranks.placement import local_placement
 from paceline.training.config import RunConfig
 from paceline.training.forecast import layout_of
 from paceline.training.loop import RunOutcome, train
@@ -21,6 +19,7 @@ from paceline.training.metrics import EventRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.observers import FileObserver
 from paceline.training.parallelize import TrainState, build
 from paceline.training.run_checkpointer import RunCheckpointer
+from tests import devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,7 @@ def train_faulty(
     Returns the outcome, or the message of the error with which all ranks agreed to stop. Returning
     it keeps the pool's ranks alive, which saves the seconds that starting others takes.
     """
-    placement = local_placement("spawn", rank, world_size)
-    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
+    session = devices.session_of(rank, world_size)
     out = pathlib.Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     metrics = FileObserver(MetricsFile(out / "metrics.jsonl")) if rank == 0 else None

@@ -5,14 +5,11 @@ import pathlib
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from paceline.data.loader.config import SourceConfig
 from paceline.data.manifest import MANIFEST, encode_manifest, read_manifest
 from paceline.data.storage import open_storage
 from paceline.data.tokenizer import byte_tokenizer_json
-from paceline.parallel import Session
-from paceline.parallel.ranks.placement import Placement
 from paceline.training.config import (
     CheckpointConfig,
     DataConfig,
@@ -53,18 +50,9 @@ def small_run(place: pathlib.Path) -> RunConfig:
     )
 
 
-def train_rank(_rank: int, _world_size: int, config: RunConfig) -> None:
-    placement = Placement(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=dist.get_rank(),
-        local_world_size=dist.get_world_size(),
-        num_hosts=1,
-        host=0,
-        launcher="spawn",
-    )
-    device = devices.device_of(dist.get_rank())
-    run(config, Session(placement=placement, device=device, backend=devices.backend()))
+def train_rank(rank: int, world_size: int, config: RunConfig) -> None:
+    """Trains on this rank, without a race where the device can tell."""
+    run(config, devices.session_of(rank, world_size))
     assert devices.hazards() == []
 
 

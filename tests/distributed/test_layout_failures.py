@@ -5,18 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.models import TransformerLM
-from paceline.parallel import RankError, RankPool, Session
-from paceline.parallel.ranks.placement import local_placement
+from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut
 from paceline.training.forecast import layout_of
 from paceline.training.parallelize import build
 from paceline.training.step import TrainingStep
+from tests import devices
 from tests.distributed.faulty_runs import Poison, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 from tests.distributed.test_pipeline import batch, pipeline_of, shape_of
@@ -104,8 +103,7 @@ def test_compiled_blocks_in_a_pipeline(config: RunConfig, rank_pool: Pools) -> N
 
 def _evaluate(rank: int, world_size: int, config: RunConfig) -> list[str]:
     """Evaluates and returns the names of the parameters that are not sharded afterwards."""
-    placement = local_placement("spawn", rank, world_size)
-    session = Session(placement=placement, device=torch.device("cpu"), backend="gloo")
+    session = devices.session_of(rank, world_size)
     train_state = build(config, layout_of(config, session.world_size), session)
     held_out = HeldOut(config, train_state, session.device)
     step = TrainingStep(config.training, train_state, session.device)

@@ -11,15 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint.catalog import list_checkpoints
 from paceline.data.loader.config import SourceConfig
 from paceline.data.manifest import MANIFEST, encode_manifest, read_manifest
 from paceline.data.storage import open_storage
-from paceline.parallel import RankError, RankPool, Session
-from paceline.parallel.ranks.placement import local_placement
+from paceline.parallel import RankError, RankPool
 from paceline.records import RecordStore
 from paceline.training.config import (
     CheckpointConfig,
@@ -34,8 +32,7 @@ from paceline.training.config import (
 )
 from paceline.training.metrics import EvaluationRow, MetricsFile, MetricsRow, StepRow
 from paceline.training.recovery import explain_nonfinite
-from paceline.training.run import run
-from tests import devices
+from tests.distributed.small_runs import train_rank
 from tests.unit.data.dataset_factory import random_documents, write_dataset
 
 Pools = Callable[[int], RankPool]
@@ -59,14 +56,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     )
 
 
-def _train(_rank: int, _world_size: int, config: RunConfig) -> None:
-    """Trains on this rank."""
-    placement = local_placement("spawn", dist.get_rank(), dist.get_world_size())
-    device = devices.device_of(dist.get_rank())
-    run(config, Session(placement=placement, device=device, backend=devices.backend()))
-    assert devices.hazards() == []
-
-
 def _rows(config: RunConfig) -> list[MetricsRow]:
     return list(MetricsFile(pathlib.Path(config.out) / "metrics.jsonl").read())
 
@@ -87,7 +76,7 @@ def _with(config: RunConfig, out: str, **sections: dict[str, Any]) -> RunConfig:
 def alone(config: RunConfig, rank_pool: Pools) -> list[float]:
     """Returns the losses of one process."""
     single = _with(config, "alone")
-    rank_pool(1).run(_train, single)
+    rank_pool(1).run(train_rank, single)
     losses = _losses(single)
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
@@ -106,7 +95,7 @@ def test_any_strategy_trains_like_one_process(
         training={"micro_batch_size": 1},
         logging={"every_steps": 3},
     )
-    rank_pool(3).run(_train, shared)
+    rank_pool(3).run(train_rank, shared)
     np.testing.assert_allclose(_losses(shared), alone, rtol=1e-5)
     rows = [row for row in _rows(shared) if isinstance(row, StepRow)]
     assert [row.step for row in rows if row.memory_bytes is not None] == [3, 6]
@@ -119,14 +108,14 @@ def test_any_strategy_trains_like_one_process(
 
 def test_uneven_parts_of_a_batch_count_by_their_tokens(config: RunConfig, rank_pool: Pools) -> None:
     even = _with(config, "even", training={"batch_size": 7})
-    rank_pool(1).run(_train, even)
+    rank_pool(1).run(train_rank, even)
     uneven = _with(
         config,
         "uneven",
         training={"batch_size": 7, "micro_batch_size": 1},
         parallel={"strategy": "fsdp"},
     )
-    rank_pool(3).run(_train, uneven)
+    rank_pool(3).run(train_rank, uneven)
     np.testing.assert_allclose(_losses(uneven), _losses(even), rtol=1e-5)
 
 
@@ -136,14 +125,14 @@ def test_a_run_that_goes_on_is_equal_to_the_bit(
     config: RunConfig, rank_pool: Pools, strategy: str
 ) -> None:
     whole = _with(config, f"whole-{strategy}", parallel={"strategy": strategy})
-    rank_pool(2).run(_train, whole)
+    rank_pool(2).run(train_rank, whole)
     again = _with(config, f"again-{strategy}", parallel={"strategy": strategy})
-    rank_pool(2).run(_train, again)
+    rank_pool(2).run(train_rank, again)
     for checkpoint in sorted((pathlib.Path(again.out) / "checkpoints").iterdir())[1:]:
         for file in checkpoint.iterdir():
             file.unlink()
         checkpoint.rmdir()  # As if killed after the first checkpoint.
-    rank_pool(2).run(_train, again)
+    rank_pool(2).run(train_rank, again)
     assert _losses(again) == _losses(whole)
     files = sorted(
         (pathlib.Path(whole.out) / "checkpoints" / "step-00000006").glob("*.safetensors")
@@ -159,24 +148,24 @@ def test_other_ranks_and_strategies_go_on(
 ) -> None:
     moved = _with(config, "moved", training={"steps": 2}, schedule={"name": "constant"})
     expected = _with(config, "expected", schedule={"name": "constant"})
-    rank_pool(1).run(_train, expected)
-    rank_pool(2).run(_train, moved)
+    rank_pool(1).run(train_rank, expected)
+    rank_pool(2).run(train_rank, moved)
     for ranks, strategy, steps in ((3, "zero2", 4), (2, "fsdp", 5), (1, "ddp", 6)):
         moved = dataclasses.replace(
             moved,
             parallel=ParallelConfig(strategy=strategy),  # type: ignore[arg-type]
             training=dataclasses.replace(moved.training, steps=steps),
         )
-        rank_pool(ranks).run(_train, moved)
+        rank_pool(ranks).run(train_rank, moved)
     np.testing.assert_allclose(_losses(moved), _losses(expected), rtol=1e-5)
 
 
 def test_muon_and_adamw_go_on_together(config: RunConfig, rank_pool: Pools) -> None:
     both = _with(config, "muon", optimizer={"name": "muon"}, training={"steps": 4})
-    rank_pool(2).run(_train, both)
-    rank_pool(2).run(_train, dataclasses.replace(both, training=config.training))
+    rank_pool(2).run(train_rank, both)
+    rank_pool(2).run(train_rank, dataclasses.replace(both, training=config.training))
     whole = _with(config, "muon-whole", optimizer={"name": "muon"})
-    rank_pool(2).run(_train, whole)
+    rank_pool(2).run(train_rank, whole)
     assert len(_losses(both)) == STEPS
     assert _losses(both)[:2] == _losses(whole)[:2]
 
@@ -201,7 +190,7 @@ def test_held_out_loss_does_not_depend_on_ranks(
             evaluation={"sequences": 10, "every_steps": 4},
             training={"micro_batch_size": 3},
         )
-        rank_pool(ranks).run(_train, evaluated)
+        rank_pool(ranks).run(train_rank, evaluated)
         found.append([row.loss for row in _rows(evaluated) if isinstance(row, EvaluationRow)])
     assert len(found[0]) == 2
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
@@ -209,14 +198,14 @@ def test_held_out_loss_does_not_depend_on_ranks(
 
 def test_what_cannot_be_trained_is_named(config: RunConfig, rank_pool: Pools) -> None:
     with pytest.raises(RankError, match=r"model\.vocab_size to 256"):
-        rank_pool(2).run(_train, _with(config, "small", model={"vocab_size": 100}))
+        rank_pool(2).run(train_rank, _with(config, "small", model={"vocab_size": 100}))
     with pytest.raises(RankError, match="muon needs whole matrices"):
         rank_pool(2).run(
-            _train,
+            train_rank,
             _with(config, "split", optimizer={"name": "muon"}, parallel={"strategy": "fsdp"}),
         )
     with pytest.raises(RankError, match="3 ranks without a sequence"):
-        rank_pool(3).run(_train, _with(config, "few", training={"batch_size": 2}))
+        rank_pool(3).run(train_rank, _with(config, "few", training={"batch_size": 2}))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "torch_fsdp2"])
@@ -230,7 +219,7 @@ def test_a_run_that_diverges_says_where_and_keeps_its_state(
         parallel={"strategy": strategy},
     )
     with pytest.raises(RankError, match="no rank has applied the update") as caught:
-        rank_pool(2).run(_train, diverging)
+        rank_pool(2).run(train_rank, diverging)
     message = str(caught.value)
     assert re.search(r"rank \d \(samples [\d,]+ to [\d,]+\): the (output|gradient) of \w+", message)
     kept = list_checkpoints(pathlib.Path(diverging.out) / "diverged")
@@ -242,7 +231,7 @@ def _run_out_of_memory(rank: int, world_size: int, config: RunConfig) -> None:
         "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory"
     )
     with mock.patch("paceline.training.run.train", side_effect=error):
-        _train(rank, world_size, config)
+        train_rank(rank, world_size, config)
 
 
 def test_out_of_memory_is_said_with_what_was_predicted(config: RunConfig, rank_pool: Pools) -> None:

@@ -1,7 +1,7 @@
 """The containers on the emulated device: equal to one process on a CPU, without races or waits."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -18,8 +18,8 @@ from paceline.parallel.strategies import (
     record_statistics,
     without_synchronization,
 )
+from tests import devices
 
-Pools = Callable[[int], RankPool]
 Streams = Literal["one", "forward and backward", "forward"]
 """What runs in another stream than the step."""
 _VOCABULARY, _WIDTH, _STEPS = 31, 32, 4
@@ -98,9 +98,8 @@ def _train(
     seed: int | None,
 ) -> Outcome:
     """Trains; returns the difference to a CPU, hazards, and waits of the host in the last step."""
-    import emulated_device  # type: ignore[import-not-found]
-
-    device = torch.device("emulated", rank)
+    emulated_device = devices.emulated()
+    device = devices.device_of(rank)
     torch.manual_seed(0)
     model = apply_strategy(strategy, Model().to(device))
     optimizer = make_optimizer(strategy, model, torch.optim.SGD, lr=0.1)
@@ -151,7 +150,7 @@ def _train(
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(2, backend="emulated", timeout_s=120) as pool:
+    with RankPool(2, backend=devices.backend(), timeout_s=120) as pool:
         yield pool
 
 

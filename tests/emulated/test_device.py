@@ -14,6 +14,16 @@ def _streams() -> tuple[torch.Stream, torch.Stream]:
     return torch.accelerator.current_stream(DEVICE), torch.Stream(DEVICE)
 
 
+def _read_in_another_stream() -> tuple[torch.Stream, torch.Stream, Tensor]:
+    """Returns the current stream, another one, and numbers of the first that the other reads."""
+    own, other = _streams()
+    numbers = torch.ones(1000, device=DEVICE)
+    other.wait_stream(own)
+    with other:
+        numbers.sum()
+    return own, other, numbers
+
+
 # Bad programs: what each must be told.
 
 
@@ -72,21 +82,13 @@ def _crossing_row_and_column() -> None:
 
 
 def _free_while_another_stream_reads() -> None:
-    own, other = _streams()
-    numbers = torch.ones(1000, device=DEVICE)
-    other.wait_stream(own)
-    with other:
-        numbers.sum()
+    _own, _other, numbers = _read_in_another_stream()
     del numbers
     torch.ones(1000, device=DEVICE)
 
 
 def _reuse_after_a_wait_that_came_too_late() -> None:
-    own, other = _streams()
-    numbers = torch.ones(1000, device=DEVICE)
-    other.wait_stream(own)
-    with other:
-        numbers.sum()
+    own, other, numbers = _read_in_another_stream()
     del numbers
     torch.ones(1000, device=DEVICE)
     own.wait_stream(other)
@@ -197,33 +199,21 @@ def _halves() -> None:
 
 
 def _free_with_record_stream() -> None:
-    own, other = _streams()
-    numbers = torch.ones(1000, device=DEVICE)
-    other.wait_stream(own)
-    with other:
-        numbers.sum()
+    _own, other, numbers = _read_in_another_stream()
     numbers.record_stream(other)
     del numbers
     torch.ones(1000, device=DEVICE)
 
 
 def _free_and_wait_before_reuse() -> None:
-    own, other = _streams()
-    numbers = torch.ones(1000, device=DEVICE)
-    other.wait_stream(own)
-    with other:
-        numbers.sum()
+    own, other, numbers = _read_in_another_stream()
     del numbers
     own.wait_stream(other)
     torch.ones(1000, device=DEVICE)
 
 
 def _free_after_a_wait() -> None:
-    own, other = _streams()
-    numbers = torch.ones(1000, device=DEVICE)
-    other.wait_stream(own)
-    with other:
-        numbers.sum()
+    own, other, numbers = _read_in_another_stream()
     own.wait_stream(other)
     del numbers
     torch.ones(1000, device=DEVICE)

@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.strategies import StrategyName
-from paceline.parallel import RankPool, Session
-from paceline.parallel.ranks.placement import local_placement
+from paceline.parallel import RankPool
 from paceline.training import loop
 from paceline.training.config import RunConfig
-from paceline.training.run import run
 from paceline.training.step import TrainingStep
 from tests import devices
-from tests.distributed.small_runs import changed, small_run
+from tests.distributed.small_runs import changed, small_run, train_rank
 
 Pools = Callable[[int], RankPool]
 _STRATEGIES: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp", "torch_fsdp2")
@@ -47,13 +45,7 @@ def _train(rank: int, world_size: int, config: RunConfig) -> list[tuple[Waits, b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "TrainingStep", Counted)
         patch.setattr(dist, "all_reduce", noticed)
-        session = Session(
-            placement=local_placement("spawn", rank, world_size),
-            device=devices.device_of(rank),
-            backend=devices.backend(),
-        )
-        run(config, session)
-    assert devices.hazards() == []
+        train_rank(rank, world_size, config)
     return found
 
 

@@ -6,7 +6,6 @@ commands that a test starts: torch loads what the entry point group `torch.backe
 
 import contextlib
 import functools
-import os
 import pathlib
 import sys
 import types
@@ -37,7 +36,6 @@ def autoload() -> None:
     global C
     if C is not None:
         return
-    # Hidden until torch is imported: building it imports more of torch.
     C = _library()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module())
@@ -45,9 +43,6 @@ def autoload() -> None:
     # torch declares this for CUDA: a group of gloo may be made beside one of the device.
     dist.Backend.backend_capability["gloo"].append(NAME)
     torch.nn.Module.to = _keeping_parameters(torch.nn.Module.to)  # type: ignore[method-assign]
-    if seed := os.environ.get("EMULATED_SEED"):
-        C.delay_tasks(int(seed), int(os.environ.get("EMULATED_DELAY_US", "300")))
-    C.poison_freed(os.environ.get("EMULATED_POISON") == "1")
 
 
 def _keeping_parameters(move: Any) -> Any:
@@ -164,11 +159,10 @@ def synchronizations() -> list[tuple[str, str]]:
 
 
 def clear() -> None:
-    """Waits for the device, and forgets hazards, synchronisations and launches."""
+    """Waits for the device, and forgets hazards and synchronisations."""
     torch.accelerator.synchronize()
     C.clear_hazards()
     C.clear_synchronizations()
-    C.clear_launches()
 
 
 @contextlib.contextmanager
