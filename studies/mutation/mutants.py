@@ -8,7 +8,7 @@ mutant is the active one, so that a process changes mutants without importing an
     if (time_s < limit_s) if hit(7) else (time_s <= limit_s):
 
 What runs at import (constants, defaults, class bodies), assertions, annotations and the texts of
-errors are left alone.
+errors are left alone. A study of other edits derives its own class from `Instrumenter`.
 """
 
 import ast
@@ -71,23 +71,33 @@ class Mutant:
         return f"{self.path}:{self.line} {self.function}: {self.before} -> {self.after}"
 
 
-def instrument(source: pathlib.Path, path: str, first: int) -> tuple[str, list[Mutant]]:
+def instrument(
+    source: pathlib.Path, path: str, first: int, edits: type["Instrumenter"]
+) -> tuple[str, list[Mutant]]:
     """Returns the instrumented text of a file, and its mutants, numbered from `first`.
 
     Args:
         source: The file.
         path: Its name in mutants.
         first: Number of its first mutant.
+        edits: What is edited.
     """
     tree = ast.parse(source.read_text(encoding="utf-8"))
-    instrumenter = _Instrumenter(path, first)
+    instrumenter = edits(path, first)
     instrumenter.visit(tree)
     start = 1 if ast.get_docstring(tree) is not None else 0
     tree.body.insert(start, ast.parse(f"from paceline.mutants_ import hit as {HIT}").body[0])
     return ast.unparse(ast.fix_missing_locations(tree)), instrumenter.mutants
 
 
-class _Instrumenter(ast.NodeTransformer):
+class Instrumenter(ast.NodeTransformer):
+    """Writes edits of functions into a tree, each behind a call of `HIT`.
+
+    Args:
+        path: Name of the file in mutants.
+        first: Number of its first mutant.
+    """
+
     def __init__(self, path: str, first: int) -> None:
         self._path, self._first = path, first
         self._names: list[str] = []
@@ -121,6 +131,32 @@ class _Instrumenter(ast.NodeTransformer):
         self._names.pop()
         return node
 
+    def lost(self, node: ast.stmt, *, descend: bool = True) -> ast.AST:
+        """Returns a statement that is left out while its mutant is active."""
+        if not self._num_functions or _only_speaks(node):
+            return node
+        active = self._active(node, ast.unparse(node), "pass")
+        if descend:
+            self.generic_visit(node)
+        return ast.If(ast.UnaryOp(ast.Not(), active), [node], [])
+
+    def replaced(self, node: ast.expr, changed: ast.expr) -> ast.AST:
+        """Returns an expression that is another one while its mutant is active."""
+        if not self._num_functions:
+            return node
+        plain = copy.deepcopy(node)
+        self.generic_visit(node)
+        return self.choice(plain, node, changed)
+
+    def choice(self, plain: ast.expr, original: ast.expr, changed: ast.expr) -> ast.expr:
+        """Returns the choice between an expression, whose parts may be edited, and another one."""
+        active = self._active(plain, ast.unparse(plain), ast.unparse(changed))
+        return ast.IfExp(active, changed, original)
+
+
+class Promises(Instrumenter):
+    """Turns comparisons and conditions around, changes constants, and loses statements."""
+
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         return node
 
@@ -151,23 +187,23 @@ class _Instrumenter(ast.NodeTransformer):
         plain = copy.deepcopy(node.test)
         self.generic_visit(node)
         if self._num_functions and isinstance(plain, (ast.Name, ast.Attribute, ast.Call)):
-            node.test = self._choice(plain, node.test, ast.UnaryOp(ast.Not(), plain))
+            node.test = self.choice(plain, node.test, ast.UnaryOp(ast.Not(), plain))
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         changed = copy.deepcopy(node)
         for index, operator in enumerate(changed.ops):
             changed.ops[index] = _COMPARISONS[type(operator)]()
-        return self._replaced(node, changed)
+        return self.replaced(node, changed)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         changed = copy.deepcopy(node)
         changed.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        return self._replaced(node, changed)
+        return self.replaced(node, changed)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         if isinstance(node.op, ast.Not):
-            return self._replaced(node, copy.deepcopy(node.operand))
+            return self.replaced(node, copy.deepcopy(node.operand))
         return self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -176,57 +212,38 @@ class _Instrumenter(ast.NodeTransformer):
             return self.generic_visit(node)
         changed = copy.deepcopy(node)
         changed.op = _ARITHMETIC[type(node.op)]()
-        return self._replaced(node, changed)
+        return self.replaced(node, changed)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, bool):
-            return self._replaced(node, ast.Constant(not node.value))
+            return self.replaced(node, ast.Constant(not node.value))
         if isinstance(node.value, int):
-            return self._replaced(node, ast.Constant(node.value + 1))
+            return self.replaced(node, ast.Constant(node.value + 1))
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        return self._lost(node) if isinstance(node.value, ast.Call) else self.generic_visit(node)
+        return self.lost(node) if isinstance(node.value, ast.Call) else self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         # A name that is never bound would fail at once; an attribute or an item keeps its value.
         keeps = all(isinstance(each, (ast.Attribute, ast.Subscript)) for each in node.targets)
         is_initial = bool(self._names) and self._names[-1] == "__init__"
-        return self._lost(node) if keeps and not is_initial else self.generic_visit(node)
+        return self.lost(node) if keeps and not is_initial else self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        return self._lost(node)
+        return self.lost(node)
 
     def visit_Delete(self, node: ast.Delete) -> ast.AST:
-        return self._lost(node)
+        return self.lost(node)
 
     def visit_Continue(self, node: ast.Continue) -> ast.AST:
-        return self._lost(node)
+        return self.lost(node)
 
     def visit_Break(self, node: ast.Break) -> ast.AST:
-        return self._lost(node)
+        return self.lost(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        return self._lost(node, descend=False)
-
-    def _lost(self, node: ast.stmt, *, descend: bool = True) -> ast.AST:
-        if not self._num_functions or _only_speaks(node):
-            return node
-        active = self._active(node, ast.unparse(node), "pass")
-        if descend:
-            self.generic_visit(node)
-        return ast.If(ast.UnaryOp(ast.Not(), active), [node], [])
-
-    def _replaced(self, node: ast.expr, changed: ast.expr) -> ast.AST:
-        if not self._num_functions:
-            return node
-        plain = copy.deepcopy(node)
-        self.generic_visit(node)
-        return self._choice(plain, node, changed)
-
-    def _choice(self, plain: ast.expr, original: ast.expr, changed: ast.expr) -> ast.expr:
-        active = self._active(plain, ast.unparse(plain), ast.unparse(changed))
-        return ast.IfExp(active, changed, original)
+        return self.lost(node, descend=False)
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -38,7 +38,7 @@ from typing import Any, Self
 
 from studies.harness.study import ROOT
 from studies.mutation import switch
-from studies.mutation.mutants import Mutant, instrument, source_files
+from studies.mutation.mutants import Instrumenter, Mutant, Promises, instrument, source_files
 
 ROOMS = (
     *("checkpoint", "data/loader", "data/sampling", "data/inspect", "training/step"),
@@ -90,7 +90,7 @@ class Worker:
 
     def __init__(self, package: pathlib.Path, shared: pathlib.Path, files: Sequence[str]) -> None:
         read_end, write_end = os.pipe()
-        path = os.pathsep.join([str(package), str(ROOT)])
+        path = os.pathsep.join([str(package), str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, str(write_end), *files],
             cwd=ROOT,
@@ -181,12 +181,15 @@ class Workers:
             yield future.result()
 
 
-def write_package(place: pathlib.Path, rooms: Sequence[str]) -> dict[str, list[Mutant]]:
+def write_package(
+    place: pathlib.Path, rooms: Sequence[str], edits: type[Instrumenter] = Promises
+) -> dict[str, list[Mutant]]:
     """Writes the instrumented package; returns the mutants by room.
 
     Args:
         place: Directory for the package.
         rooms: The rooms.
+        edits: What is edited in them.
     """
     package = place / "paceline"
     shutil.copytree(_PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -197,7 +200,7 @@ def write_package(place: pathlib.Path, rooms: Sequence[str]) -> dict[str, list[M
         found[room] = []
         for source in source_files(_PACKAGE, room):
             path = str(source.relative_to(_PACKAGE))
-            text, mutants = instrument(source, path, first)
+            text, mutants = instrument(source, path, first, edits)
             (package / path).write_text(text, encoding="utf-8")
             found[room] += mutants
             first += len(mutants)

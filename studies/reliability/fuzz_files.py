@@ -38,7 +38,7 @@ class Outcome:
     def __init__(self, subject: str) -> None:
         self.subject = subject
         self.problems: list[str] = []
-        self.numbers = {"executions": 0.0, "covered_edges": 0.0, "peak_bytes": 0.0}
+        self.numbers = {"executions": 0.0, "covered_edges": 0.0, "peak_bytes": 0.0, "cpu_s": 0.0}
 
     def take(self, log: str) -> None:
         """Adds what a process of libFuzzer printed."""
@@ -78,18 +78,24 @@ def fuzz_subject(subject: str, seconds: float, keep: pathlib.Path) -> Outcome:
                 "artifact_prefix": f"{keep}/{subject.replace(' ', '-')}-",
             }
             words = [f"-{name}={value}" for name, value in options.items()]
-            ended = subprocess.run(
-                [sys.executable, "-c", _FUZZ, subject, directory, *words, str(corpus)],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                errors="replace",
-            )
-            outcome.take(ended.stderr)
-            if ended.returncode != 0:
+            log_path = pathlib.Path(directory) / "log"
+            with log_path.open("wb") as log_file:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _FUZZ, subject, directory, *words, str(corpus)],
+                    cwd=ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdout=log_file,
+                    stderr=log_file,
+                )
+                _, status, usage = os.wait4(process.pid, 0)
+            # The wait has happened; the object would otherwise look for its process again.
+            process.returncode = os.waitstatus_to_exitcode(status)
+            log = log_path.read_text(encoding="utf-8", errors="replace")
+            outcome.take(log)
+            outcome.numbers["cpu_s"] += usage.ru_utime + usage.ru_stime
+            if process.returncode != 0:
                 outcome.problems.append(
-                    f"{subject}: exit code {ended.returncode}, {_problem(ended.stderr)}"
+                    f"{subject}: exit code {process.returncode}, {_problem(log)}"
                 )
     return outcome
 

@@ -1,4 +1,7 @@
-"""A training step waits for the device once, to read its loss, and only after the last launch."""
+"""A training step waits for the device once, to read its loss, and only after the last launch.
+
+A step lasts until the next one begins, so the way of a batch to the device counts as well.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -36,11 +39,10 @@ def _train(rank: int, world_size: int, config: RunConfig) -> list[tuple[Waits, b
 
     class Counted(TrainingStep):
         def run(self, *arguments: Any, **keywords: Any) -> Any:
+            found.append((device_module.synchronizations(), all(reduced_before)))
             device_module.C.clear_synchronizations()
             reduced_before.clear()
-            result = super().run(*arguments, **keywords)
-            found.append((device_module.synchronizations(), all(reduced_before)))
-            return result
+            return super().run(*arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "TrainingStep", Counted)
@@ -52,7 +54,8 @@ def _train(rank: int, world_size: int, config: RunConfig) -> list[tuple[Waits, b
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     run = small_run(tmp_path_factory.mktemp("step"))
-    return changed(run, "run", training={"steps": _STEPS, "clip_norm": 0.5})
+    steps, saves = {"steps": _STEPS, "clip_norm": 0.5}, {"every_steps": 100}
+    return changed(run, "run", training=steps, checkpoint=saves)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,6 @@ def test_a_step_waits_once_and_after_its_all_reduce(
     own = changed(config, out, parallel={"strategy": strategy})
     for steps in ranks.run(_train, own):
         assert len(steps) == _STEPS
-        for waits, reduced_first in steps[1:]:
+        for waits, reduced_first in steps[2:]:  # The first is what came before all steps.
             assert [kind for kind, _ in waits] == ["copy to the host"], waits
             assert reduced_first

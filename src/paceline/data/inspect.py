@@ -7,13 +7,16 @@ import blake3
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.errors import DataError
 from paceline.core.finding import Finding
 from paceline.core.units import Progress
 from paceline.data.manifest import (
     DOCUMENT_END_DTYPE,
+    MANIFEST,
     TOKENIZER,
     DatasetManifest,
     ShardEntry,
+    Split,
     SplitName,
     documents_name,
     tokens_name,
@@ -38,6 +41,9 @@ def verify(
     elif blake3.blake3(storage.read(TOKENIZER)).hexdigest() != manifest.tokenizer_blake3:
         yield _finding("digest", storage, TOKENIZER, "is not the tokenizer of this dataset")
     for split, contents in manifest.splits.items():
+        if not _adds_up(contents):
+            what = f"has other numbers for the split {split} than for its shards together"
+            yield _finding("counts", storage, MANIFEST, what)
         for shard, entry in enumerate(contents.shard_entries()):
             names = documents_name(split, shard), tokens_name(split, shard)
             wrong = list(_wrong_sizes(storage, names, sizes, expected))
@@ -47,6 +53,13 @@ def verify(
     for name in sorted(sizes.keys() - expected.keys()):
         if name.partition("/")[0] in manifest.splits:
             yield _finding("unexpected", storage, name, "is not in the manifest", "remove it")
+
+
+def _adds_up(split: Split) -> bool:
+    entries = split.shard_entries()
+    num_tokens = sum(entry.num_tokens for entry in entries)
+    num_documents = sum(entry.num_documents for entry in entries)
+    return (num_tokens, num_documents) == (split.num_tokens, split.num_documents)
 
 
 def _expected_sizes(manifest: DatasetManifest, split: SplitName) -> Iterator[tuple[str, int]]:
@@ -130,8 +143,7 @@ def document_lengths(
     begun = num_tokens = longest = 0
     num_shards = manifest.num_shards(split)
     for shard in range(num_shards if max_shards is None else min(max_shards, num_shards)):
-        content = storage.read(documents_name(split, shard))
-        ends = np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)
+        ends = _document_ends(storage, split, shard)
         # The first document of a shard may have started in an earlier shard.
         lengths = np.diff(ends, prepend=-begun)
         begun = (begun if not ends.size else -int(ends[-1])) + manifest.shard_tokens
@@ -158,7 +170,7 @@ def document_beginnings(
     """Yields the first tokens of documents spread evenly over a split's first shard."""
     if not manifest.num_shards(split):
         return
-    ends = np.frombuffer(storage.read(documents_name(split, 0)), DOCUMENT_END_DTYPE)
+    ends = _document_ends(storage, split, 0)
     starts = np.concatenate([[0], ends[:-1]]) if ends.size else np.zeros(0, np.int64)
     chosen = np.unique(np.linspace(0, len(starts) - 1, num_documents).astype(np.int64))
     size = manifest.token_bytes
@@ -167,3 +179,12 @@ def document_beginnings(
         end = min(start + num_tokens, int(ends[index]) - 1)  # Without the end-of-document token.
         content = storage.read_range(tokens_name(split, 0), start * size, end * size)
         yield np.frombuffer(content, manifest.stored_dtype)
+
+
+def _document_ends(storage: Storage, split: SplitName, shard: int) -> NDArray[np.int64]:
+    name = documents_name(split, shard)
+    try:
+        content = storage.read(name)
+    except FileNotFoundError:
+        raise DataError(f"{storage.url}/{name} is missing; {_REMEDY}") from None
+    return np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import DataError
 from paceline.data import inspect as verify_module
 from paceline.data.inspect import document_beginnings, document_lengths, verify
 from paceline.data.manifest import (
@@ -119,6 +120,30 @@ def test_documents_that_end_before_they_begin_are_named(storage: LocalStorage, w
     _with(storage, splits={"train": msgspec.structs.replace(split, shards=shards)})
     (finding,) = _findings(storage)
     assert "00000000.documents has documents that end before they begin" in finding
+
+
+@pytest.mark.parametrize("field", ["num_tokens", "num_documents"])
+@pytest.mark.parametrize("change", [-1, 1, 1000])
+def test_a_split_that_counts_otherwise_than_its_shards_is_named(
+    storage: LocalStorage, field: str, change: int
+) -> None:
+    split = read_manifest(storage).splits["train"]
+    other = msgspec.structs.replace(split, **{field: getattr(split, field) + change})
+    _with(storage, splits={"train": other})
+    (finding,) = _findings(storage)
+    assert "other numbers for the split train than for its shards together" in finding
+
+
+def test_documents_of_a_shard_that_is_not_there_are_an_error_of_one_line(
+    storage: LocalStorage,
+) -> None:
+    manifest = read_manifest(storage)
+    for shard in (1, 0):
+        (pathlib.Path(storage.url) / documents_name("train", shard)).unlink()
+        with pytest.raises(DataError, match=rf"0000000{shard}\.documents is missing; prepare"):
+            document_lengths(storage, manifest, "train")
+    with pytest.raises(DataError, match=r"00000000\.documents is missing"):
+        list(document_beginnings(storage, manifest, "train", 1, 1))
 
 
 @pytest.mark.parametrize("part_bytes", [2, 6, 2**24])

@@ -22,7 +22,7 @@ from paceline.data.sampling import IndexArray, SampleStream, slots_by_weight
 
 TokenRows = npt.NDArray[np.int64]
 Allocate = Callable[[tuple[int, int]], TokenRows]
-"""Allocates the array for a batch's tokens."""
+"""Allocates an array of a batch: its tokens, or what is known of each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class BatchReader:
 
     Args:
         config: The datasets and their order.
-        allocate: Allocates the token arrays; NumPy's by default.
+        allocate: Allocates the arrays of a batch; NumPy's by default.
     """
 
     def __init__(self, config: LoaderConfig, *, allocate: Allocate | None = None) -> None:
@@ -128,8 +128,8 @@ class BatchReader:
         )
         return Batch(
             rows=rows,
-            positions=None if starts is None else document_positions(starts),
-            document_ids=None if starts is None else np.cumsum(starts, axis=1),
+            positions=None if starts is None else self._allocated(document_positions(starts)),
+            document_ids=None if starts is None else self._allocated(np.cumsum(starts, axis=1)),
             step=step,
             first_sample=int(positions[0]),
             digest=samples_digest(positions, sources, rows) if self.config.digests else None,
@@ -158,6 +158,12 @@ class BatchReader:
             here = np.flatnonzero(sources == number)
             source.samples.read(samples[here], (rows[index] for index in here.tolist()))
         return rows
+
+    def _allocated(self, values: TokenRows) -> TokenRows:
+        """Returns values in an array of the batch's allocator."""
+        array = self._allocate((values.shape[0], values.shape[1]))
+        array[:] = values
+        return array
 
     def _document_starts(self, sources: IndexArray, samples: IndexArray) -> npt.NDArray[np.bool_]:
         starts = np.empty((len(samples), self.config.context_length), dtype=np.bool_)

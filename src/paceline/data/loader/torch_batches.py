@@ -1,7 +1,7 @@
 """Batches as tensors. The only module of data/ that imports torch.
 
-For CUDA, tokens are read directly into pinned memory and copied while the device computes. torch's
-pinned-memory allocator does not reuse a block before the copies queued from it are done.
+For an accelerator, batches are read into pinned memory and copied while the device computes.
+torch's pinned-memory allocator does not reuse a block before the copies queued from it are done.
 """
 
 from collections.abc import Iterator, Mapping

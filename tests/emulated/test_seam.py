@@ -1,0 +1,113 @@
+"""Every function of the seam that orders does, and copies that must not wait do not."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.checkpoint.dcp_writer import HostBuffers
+from paceline.data.loader.config import LoaderConfig, SourceConfig
+from paceline.data.loader.torch_batches import TorchLoader
+from paceline.devices import accelerator
+from tests.emulated.test_device import DEVICE
+from tests.unit.data.dataset_factory import write_dataset
+
+_LONG_US = 20_000
+"""Longest delay of a task: without a wait, the host would be far ahead of the device."""
+
+
+def _queued(device_module: Any, stream: torch.Stream) -> torch.Event:
+    """Returns a point of a stream that its device reaches in some tenths of a second."""
+    with device_module.delays(1, _LONG_US), stream:
+        numbers = torch.ones(10, device=DEVICE)
+        for _ in range(20):
+            numbers.add_(1)
+        return stream.record_event()
+
+
+def test_waiting_for_a_device_waits_for_all_of_its_streams(device_module: Any) -> None:
+    point = _queued(device_module, torch.Stream(DEVICE))
+    assert not point.query()
+    accelerator.synchronize(DEVICE)
+    assert point.query()
+
+
+def test_waiting_for_a_stream_waits_for_the_current_one(device_module: Any) -> None:
+    point = _queued(device_module, torch.accelerator.current_stream(DEVICE))
+    assert not point.query()
+    accelerator.synchronize_stream(DEVICE)
+    assert point.query()
+
+
+def test_a_duration_is_read_when_it_is_over(device_module: Any) -> None:
+    began = accelerator.now(DEVICE)
+    point = _queued(device_module, torch.accelerator.current_stream(DEVICE))
+    assert not point.query()
+    assert accelerator.seconds_between(began, accelerator.now(DEVICE)) > 0.01
+    assert point.query()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_point_in_a_stream_orders_who_waits_for_it(device_module: Any, waits: bool) -> None:
+    other = torch.Stream(DEVICE)
+    with other:
+        numbers = torch.ones(1000, device=DEVICE)
+        point = accelerator.point_in_stream(DEVICE)
+    assert point is not None
+    if waits:
+        accelerator.wait_in_stream(DEVICE, point)
+    numbers.sum()
+    assert bool(device_module.hazards()) != waits
+
+
+def test_following_a_stream_orders_after_all_that_it_has_queued(device_module: Any) -> None:
+    other = torch.Stream(DEVICE)
+    with other:
+        numbers = torch.ones(1000, device=DEVICE)
+    accelerator.follow(DEVICE, other)
+    numbers.sum()
+    assert device_module.hazards() == []
+
+
+def test_numbers_are_sent_without_a_wait(device_module: Any) -> None:
+    device_module.clear()
+    with device_module.forbidden_synchronizations():
+        sent = accelerator.send_numbers([1.5, -2.0], DEVICE)
+    assert sent.tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize("document_boundaries", [False, True])
+def test_a_batch_travels_without_a_wait(
+    tmp_path: pathlib.Path, device_module: Any, document_boundaries: bool
+) -> None:
+    write_dataset(tmp_path, [np.arange(1, 2 + number % 7) for number in range(40)], shard_tokens=64)
+    config = LoaderConfig(
+        sources=(SourceConfig(place=str(tmp_path)),),
+        context_length=8,
+        batch_size=2,
+        document_boundaries=document_boundaries,
+    )
+    with TorchLoader(config) as host, TorchLoader(config, device=DEVICE) as loader:
+        device_module.clear()
+        with device_module.forbidden_synchronizations():
+            batches = [next(loader) for _ in range(3)]
+        for batch in batches:
+            expected = next(host)
+            for name in ("tokens", "targets", "positions", "document_ids"):
+                found, value = getattr(batch, name), getattr(expected, name)
+                assert (found is None) == (value is None)
+                assert value is None or torch.equal(found.cpu(), value)
+    assert device_module.hazards() == []
+
+
+def test_a_save_waits_once_however_many_tensors_it_copies(device_module: Any) -> None:
+    tensors = {index: torch.full((100,), float(index), device=DEVICE) for index in range(5)}
+    buffers = HostBuffers()
+    for _ in range(2):  # The second time, into the same memory.
+        device_module.clear()
+        copies = buffers.copy(tensors)  # type: ignore[arg-type]
+        assert [kind for kind, _ in device_module.synchronizations()] == ["synchronize"]
+        for index, copy in copies.items():
+            assert torch.equal(copy, torch.full((100,), float(index)))  # type: ignore[arg-type]
