@@ -21,6 +21,7 @@ import msgspec
 
 from paceline.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpointError, cannot_read
 from paceline.core.errors import TruncatedError
+from paceline.core.units import one_line
 from paceline.data.storage import Storage
 from paceline.records.store import UNDECODABLE
 
@@ -117,11 +118,18 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
                 f"{where}: schema {schema}, but this version of Paceline reads {SCHEMA}; load it "
                 "with the version that saved it"
             )
-        return msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=Manifest)
     except (*UNDECODABLE, AttributeError) as error:
         raise DamagedCheckpointError(
-            f"{where}: not the manifest of a checkpoint: {error}; {REMEDY}"
+            f"{where}: not the manifest of a checkpoint: {one_line(error)}; {REMEDY}"
         ) from error
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise DamagedCheckpointError(
+                f"{where}: tensor {name!r} has the dtype {tensor.dtype!r}, which this version of "
+                f"Paceline does not know; {REMEDY}"
+            )
+    return manifest
 
 
 def block_digests(content: memoryview, block_bytes: int) -> list[str]:

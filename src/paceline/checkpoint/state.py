@@ -25,7 +25,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.dcp import JsonLoadPlanner, named_failures
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.errors import REMEDY, CheckpointError
 from paceline.checkpoint.format import Json
 from paceline.checkpoint.restore import Source
 from paceline.devices import accelerator
@@ -81,6 +81,8 @@ def load_optimizer_state(
                 _load_whole(optimizer, model, source, prefix, stages)
     except OptimizerStateError as error:
         raise CheckpointError(f"{what}: {error}") from error
+    except KeyError as error:  # torch's optimizers look entries up.
+        raise CheckpointError(f"{what}: the optimizer's state lacks {error}; {REMEDY}") from error
 
 
 def _load_whole(

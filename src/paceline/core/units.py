@@ -110,6 +110,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def one_line(error: BaseException) -> str:
+    """Returns what an error says on one line, though it may quote names with line ends."""
+    return printable(str(error)).replace("\n", "\\n")
+
+
 def format_count(value: float) -> str:
     """Formats a number: below 10^12 in full if whole or at least 1,000, else to four digits."""
     in_full = value == int(value) or abs(value) >= 1000

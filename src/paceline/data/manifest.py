@@ -13,6 +13,7 @@ import blake3
 import msgspec
 
 from paceline.core.errors import DataError
+from paceline.core.units import one_line
 from paceline.data.storage import Storage
 from paceline.records.store import UNDECODABLE
 
@@ -61,7 +62,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return msgspec.json.decode(self.shards, type=list[ShardEntry])
         except UNDECODABLE as error:
             raise DataError(
-                f"{MANIFEST}: its list of shards is damaged: {error}; prepare the dataset again"
+                f"{MANIFEST}: its list of shards is damaged: {one_line(error)}; prepare the "
+                "dataset again"
             ) from error
 
 
@@ -164,7 +166,9 @@ def read_manifest(storage: Storage) -> DatasetManifest:
     try:
         manifest = msgspec.json.decode(content, type=DatasetManifest)
     except UNDECODABLE as error:
-        raise DataError(f"{where}: not a manifest: {error}; prepare the dataset again") from error
+        raise DataError(
+            f"{where}: not a manifest: {one_line(error)}; prepare the dataset again"
+        ) from error
     if manifest.schema != SCHEMA:
         raise DataError(
             f"{where}: schema {manifest.schema}, but this version of Paceline reads {SCHEMA}; "

@@ -23,6 +23,7 @@ import numpy as np
 
 from paceline.core.errors import UsageError
 from paceline.core.strategies import with_current_names
+from paceline.core.units import one_line
 from paceline.data.storage import LocalStorage
 from paceline.loop.run_config import run_config
 from paceline.loop.sweep_design import CHECKS, FIT, PlannedRun, SweepSpec
@@ -241,7 +242,7 @@ def read_json(path: pathlib.Path, kind: type[_Read], otherwise: str) -> _Read:
     try:
         return msgspec.json.decode(with_current_names(path.read_bytes()), type=kind)
     except UNDECODABLE as error:
-        raise UsageError(f"{path}: {otherwise}: {error}") from error
+        raise UsageError(f"{path}: {otherwise}: {one_line(error)}") from error
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:

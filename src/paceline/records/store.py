@@ -29,6 +29,7 @@ from paceline.core.files import atomic_file
 from paceline.core.lock import lock_file
 from paceline.core.plan import Plan
 from paceline.core.strategies import with_current_names
+from paceline.core.units import one_line
 from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
 
@@ -44,7 +45,7 @@ def decode_record(line: bytes) -> Record:
     try:
         return _DECODER.decode(with_current_names(line))
     except UNDECODABLE as error:
-        raise RecordError(f"not a valid record: {error}") from error
+        raise RecordError(f"not a valid record: {one_line(error)}") from error
 
 
 class RecordStore:
@@ -178,7 +179,9 @@ class RowFile(Generic[RowT]):
                 try:
                     yield self._decoder.decode(line)
                 except UNDECODABLE as error:
-                    raise RecordError(f"{self.path}:{number}: not {self._what}: {error}") from error
+                    raise RecordError(
+                        f"{self.path}:{number}: not {self._what}: {one_line(error)}"
+                    ) from error
 
     def keep_up_to(self, step: int) -> None:
         """Deletes the rows of later steps.
@@ -203,7 +206,7 @@ def decode_plan(data: bytes, source: str = "plan") -> Plan:
         raw = msgspec.json.decode(data)
         plan = msgspec.convert(raw, Plan)
     except (*UNDECODABLE, ShapeError) as error:
-        raise RecordError(f"{source}: not a valid plan: {error}") from error
+        raise RecordError(f"{source}: not a valid plan: {one_line(error)}") from error
     unknown = _first_unknown_key(raw, msgspec.to_builtins(plan), "$")
     if unknown is not None:
         raise RecordError(f"{source}: not a valid plan: unknown field `{unknown}`")

@@ -8,6 +8,7 @@ import typing
 import msgspec
 
 from paceline.core.errors import RecordError, UsageError
+from paceline.core.units import one_line
 from paceline.records import Environment
 from paceline.records.store import UNDECODABLE
 from paceline.training.forecast import Forecast
@@ -87,4 +88,4 @@ def _decoded(path: pathlib.Path, kind: type[_Decoded]) -> _Decoded:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNDECODABLE as error:
-        raise RecordError(f"{path}: not a valid file of a run: {error}") from error
+        raise RecordError(f"{path}: not a valid file of a run: {one_line(error)}") from error

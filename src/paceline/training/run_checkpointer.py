@@ -26,6 +26,7 @@ from paceline.checkpoint.state import (
 )
 from paceline.core.errors import UsageError
 from paceline.core.specs import ModelShape
+from paceline.core.units import one_line
 from paceline.data.manifest import read_manifest
 from paceline.data.storage import open_storage
 from paceline.parallel import Session
@@ -85,8 +86,8 @@ def identity_of(checkpoint: Checkpoint) -> RunIdentity:
         identity = msgspec.json.decode(checkpoint.manifest.identity, type=RunIdentity)
     except UNDECODABLE as error:
         raise CheckpointError(
-            f"{checkpoint.storage.url}: does not record its model: {error}; only checkpoints of "
-            "paceline train do, from this version on"
+            f"{checkpoint.storage.url}: does not record its model: {one_line(error)}; only "
+            "checkpoints of paceline train do, from this version on"
         ) from error
     if identity.shape is None and identity.hugging_face is None:
         raise CheckpointError(
