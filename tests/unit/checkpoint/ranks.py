@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.checkpoint.checkpointer import _Saving
 from tests.unit.parallel.simulation.device import Device
 from tests.unit.parallel.simulation.group import simulated_ranks
+from tests.unit.parallel.simulation.object_collectives import object_collectives
 from tests.unit.parallel.simulation.scheduler import Scheduler
 
 Pair = tuple[int, int]
@@ -96,27 +97,6 @@ class Ranks:
         return self.scheduler.run(program, seed)
 
 
-def _gather_object(
-    obj: Any, object_gather_list: list[Any] | None, dst: int, group: dist.ProcessGroup | None
-) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, obj, group=group)
-    if object_gather_list is not None:
-        object_gather_list[:] = gathered
-
-
-def _scatter_object_list(
-    scatter_object_output_list: list[Any],
-    scatter_object_input_list: list[Any] | None,
-    src: int,
-    group: dist.ProcessGroup | None,
-) -> None:
-    sent = [scatter_object_input_list]
-    dist.broadcast_object_list(sent, src=src, group=group)
-    assert sent[0] is not None
-    scatter_object_output_list[0] = sent[0][dist.get_rank(group)]
-
-
 def new_simulated_group() -> dist.ProcessGroup | None:
     """Returns a group of all ranks that are threads."""
     return dist.new_group(backend="simulated")
@@ -136,10 +116,9 @@ def checkpoint_ranks(num_ranks: int) -> Iterator[Ranks]:
             ("destroy_process_group", destroyed.append),
             ("isend", post.isend),
             ("irecv", post.irecv),
-            ("gather_object", _gather_object),
-            ("scatter_object_list", _scatter_object_list),
         ):
             patches.enter_context(mock.patch.object(dist, name, replacement))
+        patches.enter_context(object_collectives())
         patches.enter_context(mock.patch.object(_Saving, "start", _Saving.run))
         yield Ranks(scheduler, device, post, destroyed)
         post.require_awaited()

@@ -140,7 +140,7 @@ class ShardedDataParallel(DataParallel):
             set_to_none: Whether to drop gradients instead of filling them with zeros.
         """
         with torch._C.DisableTorchFunctionSubclass():  # Gradients are never in flight: do not wait.
-            super().zero_grad(set_to_none)
+            self.module.zero_grad(set_to_none)  # The container's own parameters() waits.
         self._shared.zero_gradients(set_to_none=set_to_none)
 
     def _local_gradients(self) -> LocalGradients:

@@ -1,0 +1,534 @@
+"""What a container does with the gradients of each pass, compared with one process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from paceline.parallel import ShardedDataParallel, ShardedOptimizer
+from paceline.parallel.zero import bucket as bucket_module
+from paceline.parallel.zero.bucket import ReducedGradient
+from tests.unit.parallel.zero.ranks import (
+    DECAYING,
+    ONE_EACH,
+    SHAPES,
+    Part,
+    Parts,
+    Twins,
+    on_ranks,
+    zero_ranks,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
+
+ALL = tuple(range(len(SHAPES)))
+
+
+@pytest.mark.parametrize("bucket_size_mb", [ONE_EACH, 64 / 2**20, None])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_training_equals_one_process(num_ranks: int, bucket_size_mb: float | None) -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, num_ranks, bucket_size_mb=bucket_size_mb)
+        for number in range(4):
+            twins.backward(number)
+            twins.step(set_to_none=number % 2 == 0)
+            twins.require_equal()
+
+    on_ranks(num_ranks, program)
+
+
+def _accumulate(twins: Twins, *passes: Sequence[Sequence[int]], sends: Sequence[bool]) -> None:
+    """Runs passes with the parts that each rank uses; only some are sent."""
+    for number, (used, is_sent) in enumerate(zip(passes, sends, strict=True)):
+        if is_sent:
+            twins.backward(number, *used)
+        else:
+            with twins.ours.no_sync():
+                twins.backward(number, *used)
+
+
+USES: dict[str, tuple[Sequence[Sequence[int]], ...]] = {
+    "all parts": ((ALL, ALL), (ALL, ALL), (ALL, ALL)),
+    "the same part missing on one rank": ((ALL, (0, 2)), (ALL, (0, 2)), (ALL, (0, 2))),
+    "by turns": (((0, 1), (0, 3)), ((0, 3), (0, 1)), ((0, 1, 2), (0, 4))),
+    "only in the first pass": ((ALL, ALL), ((0,), (0,)), ((0,), (0,))),
+    "only in the last pass": (((0,), (0,)), ((0,), (0,)), (ALL, ALL)),
+    "only in the first pass of the other rank": ((ALL, (0,)), ((0,), (0,)), ((0,), (0,))),
+    "only in the last pass of the other rank": (((0,), (0,)), ((0,), (0,)), ((0,), ALL)),
+    "some in no pass": (((0, 1), (1, 2)), ((1,), (0,)), ((2,), (0, 1))),
+}
+
+
+@pytest.mark.parametrize(
+    "sends", [(True, True, True), (False, False, True), (True, False, True), (False, True, True)]
+)
+@pytest.mark.parametrize("bucket_size_mb", [ONE_EACH, 64 / 2**20])
+@pytest.mark.parametrize("uses", USES)
+def test_passes_add_up(uses: str, bucket_size_mb: float, sends: tuple[bool, ...]) -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, bucket_size_mb=bucket_size_mb)
+        for _ in range(2):
+            _accumulate(twins, *USES[uses], sends=sends)
+            twins.step()
+            twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_each_step_has_missing_parts_of_its_own() -> None:
+    """A rank that had no gradient in one step has one in the next, and the other way round."""
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        for number, used in enumerate(((ALL, (0,)), ((0,), ALL), (ALL, (0, 2)), ((0,), (0,)))):
+            twins.backward(number, *used)
+            twins.step()
+            twins.require_equal()
+
+    on_ranks(2, program)
+
+
+@pytest.mark.parametrize("uses", ["all parts", "the same part missing on one rank", "by turns"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("clears", ["container", "optimizer"])
+def test_gradients_are_dropped_or_set_to_zero_without_a_step(
+    clears: str, set_to_none: bool, uses: str
+) -> None:
+    """A gradient of zero lets momentum and weight decay act, no gradient does not."""
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        first, second, _ = USES[uses]
+        twins.backward(0, *first)
+        twins.step(clear=False)
+        for number in (1, 2):
+            for side in (twins.ours if clears == "container" else twins.sharded, twins.whole):
+                side.zero_grad(set_to_none=set_to_none)
+            if number == 1:
+                twins.backward(number, *second)
+        twins.backward(3, (0,), (0,))
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_clearing_before_any_pass_changes_nothing() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        for set_to_none in (True, False):
+            twins.ours.zero_grad(set_to_none)
+            twins.sharded.zero_grad(set_to_none)
+        assert twins.sharded.gradient_tensors() == []
+        twins.step(set_to_none=False)
+        twins.backward(0)
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_the_norm_counts_gradients_that_only_another_rank_has() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, bucket_size_mb=ONE_EACH)
+        for number, used in enumerate((((0, 1, 2), (3,)), (ALL, ALL))):
+            twins.backward(number, *used)
+            norm = twins.ours.clip_grad_norm_(0.5)
+            expected = nn.utils.clip_grad_norm_(twins.alone.parameters(), 0.5)
+            torch.testing.assert_close(norm, expected)
+            twins.step()
+            twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_the_norm_of_nothing_is_zero() -> None:
+    def program(rank: int) -> float:
+        return float(Twins(rank, 2).ours.clip_grad_norm_(1.0))
+
+    assert on_ranks(2, program) == [0.0, 0.0]
+
+
+def test_after_clipping_a_part_that_nobody_used_may_still_be_used() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, bucket_size_mb=None)
+        for number, used in enumerate((ALL, (0, 1), ALL, (0, 2), ALL)):
+            twins.backward(number, used, used)
+            twins.ours.clip_grad_norm_(1e9)
+            if number in (0, 2):
+                twins.step()
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_a_gradient_that_was_dropped_from_a_shard_begins_at_zero() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, bucket_size_mb=None)
+        twins.backward(0)
+        for shard in twins.sharded.shards():
+            if shard.parameter is twins.ours.module.parts[1].value:
+                shard.tensor.grad = None
+        twins.alone.parts[1].value.grad = None
+        twins.backward(1)
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_weights_count() -> None:
+    weights = (3.0, 1.0)
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        twins.ours.set_gradient_weight(weights[rank])
+        twins.backward(0, only_here=True)
+        for other, weight in enumerate(weights):
+            (twins.alone(other, 0) * weight / sum(weights)).backward()
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_a_local_gradient_is_not_the_steps_yet() -> None:
+    """A pass in no_sync adds to the next pass that is sent, not to a step in between."""
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        with twins.ours.no_sync():
+            twins.backward(0, only_here=True)
+        twins.sharded.step()
+        twins.require_equal()
+        twins.backward(1, only_here=True)
+        for flat in twins.flats:
+            assert not flat.local_gradients
+        for number in (0, 1):
+            for other in range(2):
+                (twins.alone(other, number) / 2).backward()
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+@pytest.mark.parametrize("clears", ["container", "optimizer"])
+def test_a_local_gradient_can_be_dropped(clears: str) -> None:
+    """Afterwards a gradient that is set by hand is the step's, as if there had been no pass."""
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        with twins.ours.no_sync():
+            twins.backward(0, only_here=True)
+        (twins.ours if clears == "container" else twins.sharded).zero_grad()
+        for model in (twins.ours, twins.alone):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+class SharedGradient(nn.Module):
+    """Gives two parameters gradients that are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((5,), float(n))) for n in range(2))
+
+    def forward(self, rank: int, number: int, _used: object = None) -> torch.Tensor:
+        own = torch.arange(5.0) + 10 * number + rank
+        return torch.sin(own + (self.first + self.second)).sum()
+
+
+@pytest.mark.parametrize("sends", [(True, False, False, True), (False, False, True, True)])
+def test_parameters_whose_gradients_are_one_tensor(sends: tuple[bool, ...]) -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, SharedGradient, bucket_size_mb=ONE_EACH)
+        for _ in range(2):
+            _accumulate(twins, *[()] * 4, sends=sends)
+            twins.step()
+            twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_complex_parameters_are_sent_as_pairs() -> None:
+    def make() -> nn.Module:
+        return Parts(((3,), (2, 3), (), (5,)), torch.complex64)
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, make, bucket_size_mb=None)
+        for number, used in enumerate(((ALL[:4], ALL[:4]), ((0, 1), (0, 3)))):
+            twins.backward(number, *used)
+            twins.step()
+            twins.require_equal()
+
+    on_ranks(2, program)
+
+
+class Strided(nn.Module):
+    """Parameters that are dense in another order, or not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(shape, 1, torch.float32) for shape in ((4, 6), (4, 6)))
+        self.parts[0].value = nn.Parameter(torch.randn(6, 4).T.fill_(0.5))
+        self.parts[1].value = nn.Parameter(torch.ones(4, 12)[:, ::2])
+
+    def forward(self, rank: int, number: int, _used: object = None) -> torch.Tensor:
+        return self.parts[0](rank, number) + self.parts[1](rank, number)
+
+
+def test_parameters_of_any_strides() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 3, Strided, bucket_size_mb=None)
+        for number in range(3):
+            twins.backward(number)
+            twins.step()
+            twins.require_equal()
+        assert twins.ours.module.parts[0].value.stride() == (1, 4)
+
+    on_ranks(3, program)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.float64, torch.float32)
+        self.parts = nn.ModuleList(Part((5,), n, dtype) for n, dtype in enumerate(dtypes))
+
+    def forward(self, rank: int, number: int, used: Sequence[int] | None = None) -> torch.Tensor:
+        chosen = range(3) if used is None else used
+        return torch.stack([self.parts[index](rank, number).double() for index in chosen]).sum()
+
+
+def test_parameters_of_several_dtypes() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, TwoDtypes, bucket_size_mb=None)
+        for number, used in enumerate((((0, 1, 2), (0, 1, 2)), ((0, 1), (0, 2)), ((0,), (0, 1)))):
+            twins.backward(number, *used)
+            twins.step()
+            twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_the_padding_stays_zero() -> None:
+    """The optimizer updates the padding between tensors with them, and its state is saved."""
+
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, bucket_size_mb=None)
+        for number in range(2):
+            twins.backward(number)
+            for flat in twins.flats:
+                assert bool(flat.gradient.isfinite().all())
+            twins.step()
+            twins.ours.wait_for_parameters()
+        (flat,) = twins.flats
+        is_padding = torch.ones(flat.buffer.numel(), dtype=torch.bool)
+        for slot in flat.layout.slots:
+            is_padding[slot.offset : slot.offset + slot.num_elements] = False
+        assert is_padding.sum() >= 5
+        assert not flat.buffer[is_padding].any()
+        for tensor in twins.sharded.state_tensors():
+            assert bool(tensor.isfinite().all())
+            assert not tensor[is_padding.chunk(2)[rank][: tensor.numel()]].any()
+
+    on_ranks(2, program)
+
+
+def test_buckets_are_sent_in_backward_order_and_their_counts_last() -> None:
+    with zero_ranks(2) as ranks:
+
+        def program(rank: int) -> None:
+            twins = Twins(rank, 2, bucket_size_mb=ONE_EACH)
+            ranks.events[rank].clear()
+            twins.backward(0)
+            backward = list(ranks.events[rank])
+            # One message is in flight while the next is filled; nothing waits for the counts.
+            assert [event for event in backward if event.startswith("send")] == [
+                "send reduce-scatter 16 float32",
+                "send reduce-scatter 8 float32",
+                "send reduce-scatter 8 float32",
+                "send reduce-scatter 16 float32",
+                "send reduce-scatter 8 float32",
+                "send all-reduce 5 float32",
+            ]
+            assert [event for event in backward if event.startswith("wait")] == [
+                "wait reduce-scatter"
+            ] * 5
+            ranks.events[rank].clear()
+            twins.sharded.step()
+            after = list(ranks.events[rank])
+            assert after[0] == "wait all-reduce"
+            assert after[1:] == [
+                "send all-gather 4 float32",
+                "send all-gather 8 float32",
+                "send all-gather 4 float32",
+                "send all-gather 4 float32",
+                "send all-gather 8 float32",
+            ]
+            twins.ours.wait_for_parameters()
+
+        ranks.run(program)
+
+
+def test_the_host_reads_the_counts_once_and_only_for_what_it_misses() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        reads: list[int] = []
+        to_list = torch.Tensor.tolist
+
+        def program(rank: int) -> None:
+            twins = Twins(rank, 2)
+            patch.setattr(torch.Tensor, "tolist", lambda t: (reads.append(rank), to_list(t))[1])
+            # The last pass of rank 1 has what the first had not.
+            for number, missing in enumerate(((0, 1), (0, 1, 2), ALL)):
+                twins.backward(number, ALL, missing, only_here=True)
+            twins.sharded.step()
+            twins.sharded.zero_grad()
+            assert not reads
+            for number in range(2):
+                twins.backward(number, ALL, (0, 2), only_here=True)
+            twins.ours.clip_grad_norm_(1.0)
+            twins.sharded.step()
+            twins.ours.wait_for_parameters()
+
+        on_ranks(2, program)
+    assert reads == [1]
+
+
+def test_a_message_is_freed_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    with zero_ranks(2) as ranks:
+        messages: list[list[StorageWeakRef]] = [[], []]
+        start = bucket_module.start_reduce_scatter
+
+        def noted(message: torch.Tensor, group: Any) -> Any:
+            messages[dist.get_rank()].append(StorageWeakRef(message.untyped_storage()))
+            return start(message, group)
+
+        monkeypatch.setattr(bucket_module, "start_reduce_scatter", noted)
+
+        def program(rank: int) -> None:
+            twins = Twins(rank, 2)
+            for number in range(2):
+                twins.backward(number)
+                own = [message.expired() for message in messages[rank]]
+                assert own == [True] * 3 * (number + 1)
+            twins.step()
+            twins.ours.wait_for_parameters()
+
+        ranks.run(program)
+
+
+def test_after_a_pass_a_parameter_has_a_reduced_gradient() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        twins.backward(0)
+        for name, parameter in twins.ours.module.named_parameters():
+            gradient = parameter.grad
+            assert type(gradient) is ReducedGradient
+            assert gradient.parameter_name == name
+            assert (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)
+            assert gradient.untyped_storage().nbytes() == 0
+        twins.ours.zero_grad()
+        assert all(parameter.grad is None for parameter in twins.ours.parameters())
+
+    on_ranks(2, program)
+
+
+def test_shards_of_frozen_buckets_move_on_while_they_have_gradients() -> None:
+    """As torch's optimizers, which look at gradients and not at what is frozen."""
+    with zero_ranks(2) as ranks:
+
+        def program(rank: int) -> None:
+            twins = Twins(rank, 2, bucket_size_mb=ONE_EACH)
+            frozen = 1, 2
+            twins.backward(0)
+            twins.step(clear=False)
+            for model in (twins.ours.module, twins.alone):
+                for index in frozen:
+                    model.parts[index].value.requires_grad_(False)
+            twins.step(clear=False)
+            twins.require_equal()
+            for optimizer in (twins.sharded, twins.whole):
+                optimizer.zero_grad()
+            ranks.events[rank].clear()
+            twins.backward(1, (0, 3, 4), (0, 3, 4))
+            twins.step()
+            # Nothing updates the frozen ones, and nobody sends them.
+            sent = [event for event in ranks.events[rank] if "all-gather" in event]
+            assert [event for event in sent if event.startswith("send")] == [
+                "send all-gather 4 float32",
+                "send all-gather 4 float32",
+                "send all-gather 8 float32",
+            ]
+            twins.require_equal()
+
+        ranks.run(program)
+
+
+def test_what_was_frozen_before_its_first_gradient_is_not_sent() -> None:
+    with zero_ranks(2) as ranks:
+
+        def program(rank: int) -> None:
+            twins = Twins(rank, 2, bucket_size_mb=ONE_EACH)
+            for model in (twins.ours.module, twins.alone):
+                model.parts[1].value.requires_grad_(False)
+            twins.backward(0, (0, 2, 3, 4), (0, 2, 3, 4))
+            ranks.events[rank].clear()
+            twins.step()
+            sent = [event for event in ranks.events[rank] if event.startswith("send")]
+            assert len(sent) == 4
+            twins.require_equal()
+
+        ranks.run(program)
+
+
+def test_gradients_set_by_hand_are_taken_by_the_step() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        for model in (twins.ours, twins.alone):
+            for number, parameter in enumerate(model.parameters()):
+                if number != 2:
+                    parameter.grad = torch.full_like(parameter, 1.0 + number)
+        twins.step()
+        twins.require_equal()
+        # A reduced gradient stays what it is, and a missing one may be set beside it.
+        twins.backward(0, (0, 1), (0, 1))
+        for model in (twins.ours.module, twins.alone):
+            model.parts[3].value.grad = torch.ones(())
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_parameters_that_the_optimizer_does_not_have_stay_as_they_are() -> None:
+    def program(rank: int) -> None:
+        alone = Parts()
+        ours = ShardedDataParallel(Parts(), 64 / 2**20)
+        chosen = (0, 3)
+        sharded = ShardedOptimizer(
+            [ours.module.parts[index].value for index in chosen], torch.optim.SGD, **DECAYING
+        )
+        whole = torch.optim.SGD([alone.parts[index].value for index in chosen], **DECAYING)
+        for number in range(2):
+            ours(rank, number).backward()
+            torch.stack([alone(other, number) / 2 for other in range(2)]).sum().backward()
+            for optimizer in (sharded, whole):
+                optimizer.step()
+                optimizer.zero_grad()
+            ours.zero_grad()
+            alone.zero_grad()
+        for own, expected in zip(ours.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(own, expected)
+
+    on_ranks(2, program)
