@@ -119,10 +119,14 @@ class Device:
         outputs: Sequence[Tensor],
         combine: Combine,
         own: Tensor | None = None,
+        named_by: Sequence[Tensor] | None = None,
     ) -> "SimulatedWork":
-        """Launches this rank's side of the next message of a group."""
+        """Launches this rank's side of the next message of a group.
+
+        `named_by` are the tensors whose sizes all ranks must have in common; by default the inputs.
+        """
         rank = self.rank
-        sizes = "+".join(str(tensor.numel()) for tensor in inputs)
+        sizes = "+".join(str(tensor.numel()) for tensor in named_by or inputs)
         name = f"{kind} of {sizes} x {inputs[0].dtype if inputs else 'nothing'}"
         self._require_same_order(rank, f"{name} among {len(ranks)}")
         place = self._num_launched[group, rank] - self._num_delivered[group]

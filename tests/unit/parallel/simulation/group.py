@@ -84,7 +84,11 @@ class SimulatedGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], _options: Any = None
     ) -> SimulatedWork:
         return self._launch(
-            "all-gather", inputs, outputs[0], lambda sent: [[one for (one,) in sent]] * self._size
+            "all-gather",
+            inputs,
+            outputs[0],
+            lambda sent: [[one for (one,) in sent]] * self._size,
+            named_by=outputs[0],
         )
 
     def all_gather_single(
@@ -135,11 +139,19 @@ class SimulatedGroup(dist.ProcessGroup):
         outputs: list[Tensor],
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
         own: Tensor | None = None,
+        named_by: list[Tensor] | None = None,
     ) -> SimulatedWork:
         ranks = dist.get_process_group_ranks(self)
         with torch.no_grad():
             return self._device.launch(
-                self.pg_name, ranks, kind, inputs=inputs, outputs=outputs, combine=combine, own=own
+                self.pg_name,
+                ranks,
+                kind,
+                inputs=inputs,
+                outputs=outputs,
+                combine=combine,
+                own=own,
+                named_by=named_by,
             )
 
 
