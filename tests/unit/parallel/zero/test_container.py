@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor
 
@@ -16,6 +17,7 @@ from paceline.core.errors import UsageError
 from paceline.parallel import ShardedDataParallel, ShardedOptimizer
 from paceline.parallel.zero import container as container_module
 from paceline.parallel.zero.bucket import find_sharded_parameters
+from paceline.parallel.zero.flat_parameters import FlatParameters
 from tests.unit.parallel.zero.ranks import (
     DECAYING,
     ONE_EACH,
@@ -642,8 +644,39 @@ def test_loading_reaches_the_master_at_once_and_spares_what_is_equal() -> None:
     on_ranks(2, program)
 
 
-def test_options_are_the_ones_that_one_process_has() -> None:
-    """A bucket is one dtype, so a master of the parameters' own dtype is none."""
+def test_masters_are_compared_only_after_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison reads all of a rank's parameters."""
+    compared: list[int] = []
+    refresh = FlatParameters.refresh_master
+
+    def noted(flat: FlatParameters) -> None:
+        compared.append(dist.get_rank())
+        refresh(flat)
+
+    monkeypatch.setattr(FlatParameters, "refresh_master", noted)
+
+    def program(rank: int) -> None:
+        ours = ShardedDataParallel(_bf16(), None, **MASTER)
+        sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.1)
+
+        def num_compared(number: int) -> int:
+            before = compared.count(rank)
+            ours(rank, number).backward()
+            sharded.step()
+            sharded.zero_grad()
+            return compared.count(rank) - before
+
+        assert [num_compared(number) for number in range(3)] == [0, 0, 0]
+        _fill(ours)
+        assert [num_compared(number) for number in range(2)] == [1, 0]
+        ours.load_state_dict(ours.state_dict())  # Compares by itself.
+        assert [num_compared(number) for number in range(2)] == [0, 0]
+        ours.wait_for_parameters()
+
+    on_ranks(2, program)
+
+
+def test_a_master_of_the_parameters_own_dtype_is_none() -> None:
 
     def program(rank: int) -> None:
         twins = Twins(rank, 2, options=DECAYING, master_dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.parallel import ShardedDataParallel, ShardedOptimizer
 from paceline.parallel.zero import flat_parameters
 from paceline.parallel.zero.optimizer_state import (
     OptimizerStateError,
+    gather_full_state,
     install,
     load_options,
     pack_groups,
@@ -283,22 +285,40 @@ def test_each_bucket_is_gathered_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         ]
 
 
-def test_the_state_on_all_ranks_is_on_the_parameters_device() -> None:
-    """Here a device with an index, which what is gathered does not have."""
+@pytest.mark.parametrize("on_all_ranks", [True, False])
+def test_the_state_on_all_ranks_is_on_the_parameters_device(
+    monkeypatch: pytest.MonkeyPatch, on_all_ranks: bool
+) -> None:
+    """Except for step counts, which torch's optimizers keep on the CPU; elsewhere all is there."""
+    parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
+    entries = [
+        (0, "sum", 0, torch.arange(4.0)),
+        (0, "sum", 4, torch.arange(4.0, 6.0)),
+        (0, "table", None, torch.ones(5)),
+        (0, "step", None, torch.tensor(3.0)),
+        (0, "calls", None, 4),
+    ]
 
-    def program(_rank: int) -> None:
-        device = torch.device("cpu", 0)
-        parameter = nn.Parameter(torch.ones(6, device=device))
-        sharded = ShardedOptimizer([parameter], Mixed)
-        parameter.grad = torch.ones_like(parameter)
-        sharded.step()
-        state = sharded.state_dict()["state"][0]
-        assert state["sum"].device == parameter.device
-        full = sharded.full_state_dict()
-        if full:
-            assert full["state"][0]["sum"].device == torch.device("cpu")
+    def gather(gathered: list[Any], _own: object, **_: object) -> None:
+        gathered[:] = [entries[:1], entries[1:]]
 
-    on_ranks(2, program)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "gather_object", lambda own, to, **_: gather(to, own))
+    part: Any = SimpleNamespace(
+        group=SimpleNamespace(get=lambda: SimpleNamespace(size=lambda: 2, rank=lambda: 0)),
+        shards=[],
+        flats=[SimpleNamespace(parameters=[parameter])],
+        changed_options=lambda: iter(()),
+    )
+    full = gather_full_state([{"params": [parameter]}], [part], on_all_ranks=on_all_ranks)
+    state = full["state"][0]
+    kind = "meta" if on_all_ranks else "cpu"
+    assert (state["sum"].device.type, state["sum"].shape) == (kind, (2, 3))
+    assert state["table"].device.type == kind
+    assert state["step"].device.type == "cpu"
+    assert state["calls"] == 4
+    if not on_all_ranks:
+        assert state["sum"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 MASTER: dict[str, Any] = {"master_dtype": torch.float32}
