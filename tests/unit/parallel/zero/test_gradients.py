@@ -102,17 +102,19 @@ def test_gradients_are_dropped_or_set_to_zero_without_a_step(
 
     def program(rank: int) -> None:
         twins = Twins(rank, 2)
-        first, second, _ = USES[uses]
-        twins.backward(0, *first)
-        twins.step(clear=False)
-        for number in (1, 2):
+
+        def clear() -> None:
             for side in (twins.ours if clears == "container" else twins.sharded, twins.whole):
                 side.zero_grad(set_to_none=set_to_none)
-            if number == 1:
-                twins.backward(number, *second)
-        twins.backward(3, (0,), (0,))
-        twins.step()
-        twins.require_equal()
+
+        first, second, _ = USES[uses]
+        for number, used in enumerate((first, second)):
+            twins.backward(10 * number, *used)
+            clear()
+            twins.backward(10 * number + 1, (0,), (0,))
+            twins.step(clear=False)
+            twins.require_equal()
+            clear()
 
     on_ranks(2, program)
 

@@ -234,6 +234,17 @@ def test_a_runs_state_is_cut_and_joined() -> None:
     assert torch.equal(joined["row"], state["row"])
 
 
+def test_a_run_may_begin_anywhere_in_its_flat() -> None:
+    (run,) = _runs(_flat(1), "p1", "p0")
+    state = {"sum": torch.arange(10.0)}
+    states = {shard: run.state_of(shard, state) for shard in run.shards}
+    assert [states[shard]["sum"].tolist() for shard in run.shards] == [
+        [0, 1, 2],
+        [4, 5, 6, 7, 8, 9],
+    ]
+    assert run.join_states(states)["sum"].tolist() == [0, 1, 2, 0, 4, 5, 6, 7, 8, 9]
+
+
 def test_a_step_count_is_no_piece_even_if_it_has_the_size_of_a_run() -> None:
     (run,) = _runs(_flat(1), "p2", "p1")
     state = {"step": torch.full((7,), 2.0)}
