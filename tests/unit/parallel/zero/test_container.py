@@ -18,6 +18,7 @@ from paceline.parallel import ShardedDataParallel, ShardedOptimizer
 from paceline.parallel.zero import container as container_module
 from paceline.parallel.zero.bucket import find_sharded_parameters
 from paceline.parallel.zero.flat_parameters import FlatParameters
+from tests.unit.parallel.simulation.device import Stream
 from tests.unit.parallel.zero.ranks import (
     DECAYING,
     ONE_EACH,
@@ -199,6 +200,29 @@ def test_who_waits(waiter: str) -> None:
         _train(rank, check).wait_for_parameters()
 
     on_ranks(2, program)
+
+
+def test_a_step_in_another_stream_is_ordered_after_the_values() -> None:
+    with zero_ranks(2) as ranks:
+
+        def program(rank: int) -> None:
+            twins = Twins(rank, 2)
+            twins.backward(0)
+            twins.step()
+            twins.ours.wait_for_parameters()
+            for model in (twins.ours.module, twins.alone):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            ranks.events[rank].clear()
+            with ranks.device.stream(Stream(computes=True)):
+                twins.step()
+                sent = [event.partition(" ")[0] for event in ranks.events[rank]]
+                assert sent == ["wait"] * 3 + ["send"] * 3
+                twins.ours.wait_for_parameters()
+            twins.ours.wait_for_parameters()
+            twins.require_equal()
+
+        ranks.run(program)
 
 
 def test_names_and_gradients_are_read_without_a_wait() -> None:

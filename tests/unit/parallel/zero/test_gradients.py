@@ -148,6 +148,18 @@ def test_the_norm_counts_gradients_that_only_another_rank_has() -> None:
     on_ranks(2, program)
 
 
+def test_the_gradients_of_shards_include_those_that_only_another_rank_had() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2, bucket_size_mb=ONE_EACH)
+        twins.backward(0, (0, 1, 2), (2,))
+        present = {twins.ours.module.parts[index].value for index in (0, 1, 2)}
+        own = [s for s in twins.sharded.shards() if s.parameter in present]
+        gradients = twins.sharded.gradient_tensors()
+        assert [g.numel() for g in gradients] == [s.end - s.start for s in own]
+
+    on_ranks(2, program)
+
+
 def test_the_norm_of_nothing_is_zero() -> None:
     def program(rank: int) -> float:
         return float(Twins(rank, 2).ours.clip_grad_norm_(1.0))
@@ -178,6 +190,22 @@ def test_a_gradient_that_was_dropped_from_a_shard_begins_at_zero() -> None:
                 shard.tensor.grad = None
         twins.alone.parts[1].value.grad = None
         twins.backward(1)
+        twins.step()
+        twins.require_equal()
+
+    on_ranks(2, program)
+
+
+def test_a_gradient_that_was_dropped_from_a_shard_is_no_gradient_of_the_step() -> None:
+    def program(rank: int) -> None:
+        twins = Twins(rank, 2)
+        twins.backward(0)
+        for shard in twins.sharded.shards():
+            if shard.parameter is twins.ours.module.parts[1].value:
+                shard.tensor.grad = None
+        twins.alone.parts[1].value.grad = None
+        # What is set beside a shard's gradient does not count.
+        twins.ours.module.parts[2].value.grad = torch.ones(7)
         twins.step()
         twins.require_equal()
 

@@ -304,20 +304,23 @@ def _make_plain(groups: Any, optimizer_cls: type[Optimizer], **options: Any) -> 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:
     def program(_rank: int) -> None:
-        rates = torch.tensor(0.1), torch.tensor(0.1)
+        rates = torch.tensor(0.5), torch.tensor(0.5)
         ours, alone = Parts(), Parts()
         sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=rates[0])
         whole = AdamW(alone.parameters(), lr=rates[1])
-        for number in range(4):
+        for number in range(5):
             _backward(number, ours, alone)
             for optimizer, rate in zip((sharded, whole), rates, strict=True):
                 optimizer.step()
                 if number == 0:
                     rate.mul_(0.5)
-                if number == 1:
-                    optimizer.param_groups[0]["lr"] = torch.tensor(0.3)
+                if number == 1:  # From now on the tensor is of no account.
+                    optimizer.param_groups[0]["lr"] = 0.25
+                    rate.fill_(100.0)
                 if number == 2:
-                    optimizer.param_groups[0]["lr"] = 0.2
+                    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+                if number == 3:
+                    optimizer.param_groups[0]["lr"].fill_(0.125)
             _require_bits(ours, alone)
 
     on_ranks(2, program)
