@@ -239,8 +239,16 @@ def test_names_and_gradients_are_read_without_a_wait() -> None:
     on_ranks(2, program)
 
 
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The ranks that compile at the moment."""
+    ranks: set[int] = set()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: dist.get_rank() in ranks)
+    return ranks
+
+
 @pytest.mark.parametrize("way", ["a compiled layer", "a compiled wrapper", "a compiled container"])
-def test_compiled_code_finds_all_values(way: str) -> None:
+def test_compiled_code_finds_all_values(compiling: set[int], way: str) -> None:
     """Layers in a compiled graph have no hooks; the container waits before it calls them."""
 
     def program(rank: int) -> None:
@@ -271,22 +279,24 @@ def test_compiled_code_finds_all_values(way: str) -> None:
             _loss(ours, rank, 3)
         else:
             ours.module.forward = graph  # type: ignore[method-assign]
-            with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-                _loss(ours, rank, 3)
+            compiling.add(rank)
+            _loss(ours, rank, 3)
+            compiling.remove(rank)
         assert found == [True]
 
     on_ranks(2, program)
 
 
-def test_hooks_do_nothing_while_a_graph_is_compiled() -> None:
+def test_hooks_do_nothing_while_a_graph_is_compiled(compiling: set[int]) -> None:
     def program(rank: int) -> None:
         ours = ShardedDataParallel(Model(), ONE_EACH)
         sharded = ShardedOptimizer(ours.parameters(), SGD, lr=0.01)
         _loss(ours, rank, 0).backward()
         sharded.step()
-        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-            ours.module.start(torch.ones(4))
-            assert ours._shared.are_in_flight
+        compiling.add(rank)
+        ours.module.start(torch.ones(4))
+        assert ours._shared.are_in_flight
+        compiling.remove(rank)
         ours.module.start(torch.ones(4))
         assert _is_settled(ours.module.start)
         ours.wait_for_parameters()

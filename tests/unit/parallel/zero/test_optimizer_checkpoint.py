@@ -251,16 +251,26 @@ def test_the_keys_of_saved_parameters() -> None:
     )
 
 
-def _load_texts(
-    monkeypatch: pytest.MonkeyPatch, texts: dict[str, Any], groups: list[dict[str, Any]], model: Any
-) -> None:
-    def load(wanted: dict[str, Any], **_: object) -> None:
-        for key in wanted:
-            wanted[key] = texts[key.removeprefix("optimizer.")]
+@pytest.fixture
+def texts_of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
+    """The texts that each rank reads, instead of a checkpoint's."""
+    texts: dict[int, dict[str, Any]] = {}
 
-    monkeypatch.setattr("paceline.parallel.zero.optimizer_checkpoint.load", load)
-    names = parameter_names(groups, model)
-    load_entries({}, groups, names, None, "optimizer", None, None)  # type: ignore[arg-type]
+    def read(wanted: dict[str, Any], **_: object) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for key in wanted:
+            wanted[key] = texts[rank][key.removeprefix("optimizer.")]
+
+    monkeypatch.setattr("paceline.parallel.zero.optimizer_checkpoint.load", read)
+    return texts
+
+
+def _load_entries(
+    groups: list[dict[str, Any]],
+    names: dict[nn.Parameter, str],
+    stages: dist.ProcessGroup | None = None,
+) -> None:
+    load_entries({}, groups, names, None, "optimizer", None, None, stages)  # type: ignore[arg-type]
 
 
 def _plain() -> tuple[nn.Module, list[dict[str, Any]]]:
@@ -322,18 +332,20 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_entries_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+def test_entries_that_do_not_fit_are_refused(
+    texts_of_ranks: dict[int, dict[str, Any]], damage: str
+) -> None:
     model, groups = _plain()
-    texts = _texts(groups, model)
+    texts = texts_of_ranks[0] = _texts(groups, model)
     change, message = DAMAGES[damage]
     change(texts)
     groups[0]["lr"] = 0.7
     with pytest.raises(OptimizerStateError, match=message):
-        _load_texts(monkeypatch, texts, groups, model)
+        _load_entries(groups, parameter_names(groups, model))
     assert groups[0]["lr"] == 0.7
 
 
-def test_options_keep_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_keep_their_types(texts_of_ranks: dict[int, dict[str, Any]]) -> None:
     model, groups = _plain()
     given: dict[str, Any] = {
         "lr": torch.tensor(0.25),
@@ -345,10 +357,10 @@ def test_options_keep_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
         "nothing": None,
     }
     groups[0].update(given)
-    texts = _texts(groups, model)
+    texts_of_ranks[0] = _texts(groups, model)
     for name in given:
         groups[0][name] = "lost"
-    _load_texts(monkeypatch, texts, groups, model)
+    _load_entries(groups, parameter_names(groups, model))
     assert {name: groups[0][name] for name in given} == {**given, "lr": 0.25}
     assert type(groups[0]["betas"]) is tuple
     assert groups[0]["params"] == list(model.parameters())
@@ -374,7 +386,9 @@ def test_names_are_those_of_the_model_inside_a_container() -> None:
     on_ranks(1, program)
 
 
-def test_stages_of_a_pipeline_describe_the_optimizer_together() -> None:
+def test_stages_of_a_pipeline_describe_the_optimizer_together(
+    texts_of_ranks: dict[int, dict[str, Any]],
+) -> None:
     """Each rank has some of the parameters, and one is on both."""
 
     def program(rank: int) -> dict[str, Any]:
@@ -401,23 +415,15 @@ def test_stages_of_a_pipeline_describe_the_optimizer_together() -> None:
             1 + rank,
         ]
 
-        def load(stages: dist.ProcessGroup | None, texts: dict[str, Any]) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-
-                def read(wanted: dict[str, Any], **_: object) -> None:
-                    for key in wanted:
-                        wanted[key] = texts[key.removeprefix("optimizer.")]
-
-                patch.setattr("paceline.parallel.zero.optimizer_checkpoint.load", read)
-                load_entries({}, groups, names, None, "optimizer", None, None, stages)  # type: ignore[arg-type]
-
         before = copy.copy(groups[1])
         groups[1]["lr"] = 5.0
-        load(stages, together)
+        texts_of_ranks[rank] = together
+        _load_entries(groups, names, stages)
         assert groups[1] == before
-        load(None, alone)
+        texts_of_ranks[rank] = alone
+        _load_entries(groups, names)
         with pytest.raises(OptimizerStateError, match=r"have \[1, 3\] .* the saved ones \[1, "):
-            load(stages, alone)
+            _load_entries(groups, names, stages)
         return together
 
     first, second = on_ranks(2, program)
