@@ -374,6 +374,11 @@ def test_an_optimizer_may_count_in_its_options(kind: str) -> None:
         for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(own, other)
         assert sharded.param_groups[0]["count"] == 11
+        # What changes between two steps is saved too.
+        for part in sharded.parts:
+            assert part.inner is not None
+            part.inner.param_groups[0]["count"] = 20
+        assert sharded.state_dict()["param_groups"][0]["count"] == 20
 
     on_ranks(2, program)
 

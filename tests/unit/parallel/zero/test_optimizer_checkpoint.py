@@ -430,6 +430,17 @@ def test_stages_of_a_pipeline_describe_the_optimizer_together(
     assert first == second
 
 
+def test_stages_have_the_same_groups() -> None:
+    def program(rank: int) -> None:
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(1 + rank)]
+        names = {parameter: f"{rank}.{index}" for index, parameter in enumerate(parameters)}
+        groups = [{"params": [parameter]} for parameter in parameters]
+        with pytest.raises(ValueError, match="zip"):
+            describe(groups, names, dist.group.WORLD)
+
+    on_ranks(2, program)
+
+
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     def program(_rank: int) -> None:
         model, sharded = _make("adamw", "elements")
