@@ -5,9 +5,10 @@ import time
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from paceline.parallel.buckets import TensorSpec
-from paceline.parallel.zero.flat_parameters import Partition, plan_shards
+from paceline.parallel.buckets import TensorSpec, tensor_spec
+from paceline.parallel.zero.flat_parameters import Partition, ShardLayout, plan_shards
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -72,3 +73,28 @@ def test_a_layout_for_many_ranks_takes_no_memory_for_each() -> None:
     assert isinstance(layout.borders, range)
     assert 1 <= len(pieces) <= 2
     assert sum(piece.end - piece.start for piece in pieces) == layout.borders[1]
+
+
+def test_layouts_of_nothing_and_of_whole_parameters() -> None:
+    parameters = [nn.Parameter(torch.zeros(0)) for _ in range(2)]
+    specs = [tensor_spec(parameter) for parameter in parameters]
+    (layout,) = plan_shards(specs, [0] * 3, Partition.ELEMENTS)
+    assert list(layout.borders) == [0, 0, 0, 0]
+    assert layout.num_elements == 0
+    assert [list(layout.slices(rank)) for rank in range(3)] == [[], [], []]
+    specs = [tensor_spec(torch.zeros(size)) for size in (5, 9, 3)]
+    (layout,) = plan_shards(specs, [0] * 4, Partition.PARAMETERS)
+    assert isinstance(layout, ShardLayout)
+    # 9 goes to the first rank, 5 to the second, 3 to the third, nothing to the last.
+    assert list(layout.borders) == [0, 12, 20, 24, 24]
+    slices = [[tuple(each) for each in layout.slices(rank)] for rank in range(4)]
+    assert slices == [[(1, 0, 9, 0)], [(0, 0, 5, 12)], [(2, 0, 3, 20)], []]
+    (layout,) = plan_shards(specs, [100, 0], Partition.PARAMETERS)
+    assert list(layout.borders) == [0, 0, 24]
+    (layout,) = plan_shards(specs[:1], [0] * 3, Partition.ELEMENTS)
+    assert layout.borders == range(0, 13, 4)
+    assert [[tuple(each) for each in layout.slices(rank)] for rank in range(3)] == [
+        [(0, 0, 4, 0)],
+        [(0, 4, 5, 4)],
+        [],
+    ]

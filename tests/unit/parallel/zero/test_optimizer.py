@@ -1,8 +1,6 @@
-"""The sharded optimizer with plain gradients, which all ranks have, compared with torch's own."""
+"""The sharded optimizer's steps with gradients that all ranks have, compared with torch's own."""
 
-import copy
 import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +12,17 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from paceline.core.errors import UsageError
 from paceline.parallel import ShardedDataParallel, ShardedOptimizer
-from paceline.parallel.zero import flat_parameters
 from paceline.parallel.zero import optimizer as optimizer_module
-from paceline.parallel.zero.flat_parameters import FlatParameters, Partition, choose_partition
+from paceline.parallel.zero.flat_parameters import FlatParameters, Partition
 from paceline.parallel.zero.optimizer import _batches, state_tensors
+from tests.unit.parallel.zero.optimizers import (
+    PARTITIONS,
+    Interrupted,
+    Noting,
+    backward,
+    make_pair,
+    require_bits,
+)
 from tests.unit.parallel.zero.ranks import (
     DECAYING,
     ONE_EACH,
@@ -27,37 +32,6 @@ from tests.unit.parallel.zero.ranks import (
     raw,
     zero_ranks,
 )
-
-PARTITIONS = ["elements", "parameters"]
-
-
-@pytest.fixture
-def elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizers below are known to be elementwise."""
-    known = frozenset({AdamW, SGD, Counting, Estimating, Interrupted, Noting, TakesMore})
-    monkeypatch.setattr(flat_parameters, "_ELEMENTWISE", known)
-
-
-def _pair(
-    optimizer_cls: type[Optimizer], make: Callable[[], nn.Module] = Parts, **options: Any
-) -> tuple[nn.Module, ShardedOptimizer, nn.Module, Optimizer]:
-    keywords = {
-        name: options.pop(name) for name in ("partition", "process_group") if name in options
-    }
-    ours, alone = make(), make()
-    sharded = ShardedOptimizer(ours.parameters(), optimizer_cls, **keywords, **options)
-    return ours, sharded, alone, optimizer_cls(alone.parameters(), **options)
-
-
-def _require_bits(ours: nn.Module, alone: nn.Module) -> None:
-    for (name, own), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
-        assert torch.equal(own, other), name
-
-
-def _backward(number: int, *models: nn.Module) -> None:
-    for model in models:
-        model(0, number).backward()
-
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (AdamW, {"lr": 0.1, "amsgrad": True}),
@@ -74,15 +48,15 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 def test_bits_of_the_unsharded_optimizer(num_ranks: int, name: str, partition: str) -> None:
     def program(_rank: int) -> None:
         cls, options = OPTIMIZERS[name]
-        ours, sharded, alone, whole = _pair(cls, partition=partition, **options)
+        ours, sharded, alone, whole = make_pair(cls, partition=partition, **options)
         for number in range(3):
-            _backward(number, ours, alone)
+            backward(number, ours, alone)
             for optimizer in (sharded, whole):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=number == 1)
             # The step itself waits for the values.
             assert all(type(parameter) is nn.Parameter for parameter in ours.parameters())
-            _require_bits(ours, alone)
+            require_bits(ours, alone)
 
     on_ranks(num_ranks, program)
 
@@ -110,7 +84,7 @@ class Unusual(nn.Module):
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_unusual_parameters(partition: str) -> None:
     def program(_rank: int) -> None:
-        ours, sharded, alone, whole = _pair(AdamW, Unusual, partition=partition, lr=0.1)
+        ours, sharded, alone, whole = make_pair(AdamW, Unusual, partition=partition, lr=0.1)
         for number in range(4):
             for model in (ours, alone):
                 generator = torch.Generator().manual_seed(number)
@@ -125,15 +99,15 @@ def test_unusual_parameters(partition: str) -> None:
             for optimizer in (sharded, whole):
                 optimizer.step()
                 optimizer.zero_grad()
-            _require_bits(ours, alone)
+            require_bits(ours, alone)
 
     on_ranks(3, program)
 
 
 def test_gradients_of_parameters_stay_where_they_are() -> None:
     def program(_rank: int) -> None:
-        ours, sharded, _, _ = _pair(AdamW, partition="elements", lr=0.1)
-        _backward(0, ours)
+        ours, sharded, _, _ = make_pair(AdamW, partition="elements", lr=0.1)
+        backward(0, ours)
         before = [parameter.grad for parameter in ours.parameters()]
         sharded.step()
         for parameter, gradient in zip(ours.parameters(), before, strict=True):
@@ -149,19 +123,12 @@ def test_gradients_of_parameters_stay_where_they_are() -> None:
     on_ranks(2, program)
 
 
-class Interrupted(SGD):
-    """An optimizer whose step fails."""
-
-    def step(self, closure: Any = None) -> Any:
-        raise RuntimeError("out of memory")
-
-
 @pytest.mark.usefixtures("elementwise")
 def test_a_step_that_failed_leaves_nothing_after_gradients_are_dropped() -> None:
     def program(_rank: int) -> None:
         ours = Parts()
         sharded = ShardedOptimizer(ours.parameters(), Interrupted, partition="elements", lr=0.1)
-        _backward(0, ours)
+        backward(0, ours)
         with pytest.raises(RuntimeError, match="out of memory"):
             sharded.step()
         assert len(sharded.gradient_tensors()) == len(list(sharded.shards()))
@@ -175,8 +142,8 @@ def test_a_step_that_failed_leaves_nothing_after_gradients_are_dropped() -> None
 
 def test_whole_parameters_are_no_shards_gradients() -> None:
     def program(_rank: int) -> None:
-        ours, sharded, _, _ = _pair(AdamW, partition="parameters", lr=0.1)
-        _backward(0, ours)
+        ours, sharded, _, _ = make_pair(AdamW, partition="parameters", lr=0.1)
+        backward(0, ours)
         assert sharded.gradient_tensors() == []
         assert all(shard.is_whole for shard in sharded.shards())
 
@@ -187,7 +154,7 @@ def test_each_dtype_is_one_message_and_idle_ones_are_not_sent() -> None:
     with zero_ranks(2) as ranks:
 
         def program(rank: int) -> None:
-            ours, sharded, _, _ = _pair(AdamW, Unusual, lr=0.1, partition="elements")
+            ours, sharded, _, _ = make_pair(AdamW, Unusual, lr=0.1, partition="elements")
             trained = [p for n, p in ours.named_parameters() if n not in ("frozen", "precise")]
             for parameter in trained:
                 parameter.grad = torch.ones_like(parameter)
@@ -220,15 +187,15 @@ def test_a_parameter_is_unfrozen_on_the_way(partition: str) -> None:
             model.parts[1].value.requires_grad_(False)
             return model
 
-        ours, sharded, alone, whole = _pair(AdamW, make, partition=partition, lr=0.1)
+        ours, sharded, alone, whole = make_pair(AdamW, make, partition=partition, lr=0.1)
         for number in range(4):
             for model in (ours, alone):
                 model.parts[1].value.requires_grad_(number >= 2)
-            _backward(number, ours, alone)
+            backward(number, ours, alone)
             for optimizer in (sharded, whole):
                 optimizer.step()
                 optimizer.zero_grad()
-            _require_bits(ours, alone)
+            require_bits(ours, alone)
 
     on_ranks(2, program)
 
@@ -256,180 +223,9 @@ def test_a_later_group_goes_to_the_rank_with_the_smaller_load() -> None:
     assert on_ranks(2, program) == [[50], [20, 16, 12]]
 
 
-@pytest.mark.parametrize("kind", ["plain", "container"])
-@pytest.mark.parametrize("late", [1, 2, 3])
-def test_groups_and_their_options(kind: str, late: int) -> None:
-    """Groups that are given at once or added, with options of their own and a scheduler."""
-
-    def program(rank: int) -> None:
-        ours: nn.Module = Parts()
-        alone = Parts()
-        if kind == "container":
-            ours = ShardedDataParallel(ours, 64 / 2**20)
-        optimizers: list[Optimizer] = []
-        for model, make in ((ours, ShardedOptimizer), (alone, _make_plain)):
-            parameters = list(model.parameters())
-            groups: list[dict[str, Any]] = [
-                {"params": parameters[:2], "lr": 0.02},
-                {"params": parameters[3:4], "momentum": 0.5},
-                {"params": [parameters[2], parameters[4]], "weight_decay": 0.0},
-            ]
-            optimizer = make(groups[:late], SGD, **DECAYING)
-            for group in groups[late:]:
-                optimizer.add_param_group(group)
-            optimizers.append(optimizer)
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
-        for number in range(3):
-            _backward(number, ours, alone)
-            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-            if kind == "plain":
-                _require_bits(ours, alone)
-        for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(own, other)
-        assert len(optimizers[0].param_groups) == 3
-        parts = optimizers[0].parts
-        assert len({id(shard) for part in parts for shard in part.shards}) == sum(
-            len(part.shards) for part in parts
-        )
-
-    on_ranks(2, program)
-
-
-def _make_plain(groups: Any, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
-    return optimizer_cls(groups, **options)
-
-
-def test_a_learning_rate_may_be_a_tensor() -> None:
-    def program(_rank: int) -> None:
-        rates = torch.tensor(0.5), torch.tensor(0.5)
-        ours, alone = Parts(), Parts()
-        sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=rates[0])
-        whole = AdamW(alone.parameters(), lr=rates[1])
-        for number in range(5):
-            _backward(number, ours, alone)
-            for optimizer, rate in zip((sharded, whole), rates, strict=True):
-                optimizer.step()
-                if number == 0:
-                    rate.mul_(0.5)
-                if number == 1:  # From now on the tensor is of no account.
-                    optimizer.param_groups[0]["lr"] = 0.25
-                    rate.fill_(100.0)
-                if number == 2:
-                    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-                if number == 3:
-                    optimizer.param_groups[0]["lr"].fill_(0.125)
-            _require_bits(ours, alone)
-
-    on_ranks(2, program)
-
-
-class Counting(SGD):
-    """Counts its steps in its groups, in a number and a list, and divides its rate by them."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group.setdefault("trace", [])
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            group["trace"].append(group["lr"])
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    rate = group["lr"] / group["count"] * len(group["trace"])
-                    parameter.data.add_(parameter.grad, alpha=-rate)
-
-
-@pytest.mark.usefixtures("elementwise")
-@pytest.mark.parametrize("kind", ["plain", "container"])
-def test_an_optimizer_may_count_in_its_options(kind: str) -> None:
-    def program(_rank: int) -> None:
-        ours: nn.Module = Parts()
-        alone = Parts()
-        if kind == "container":
-            ours = ShardedDataParallel(ours, ONE_EACH)
-        sharded = ShardedOptimizer(ours.parameters(), Counting, lr=0.1)
-        whole = Counting(alone.parameters(), lr=0.1)
-        for number in range(3):
-            _backward(number, ours, alone)
-            for optimizer in (sharded, whole):
-                optimizer.step()
-                optimizer.zero_grad()
-                optimizer.param_groups[0]["lr"] *= 0.5
-            group, expected = sharded.param_groups[0], whole.param_groups[0]
-            assert group["count"] == expected["count"] == number + 1
-            assert group["trace"] == expected["trace"]
-        for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(own, other)
-        # Counts that the user sets are the optimizers'.
-        for optimizer in (sharded, whole):
-            optimizer.param_groups[0]["count"] = 10
-        _backward(3, ours, alone)
-        sharded.step()
-        whole.step()
-        for own, other in zip(ours.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(own, other)
-        assert sharded.param_groups[0]["count"] == 11
-        # What changes between two steps is saved too.
-        for part in sharded.parts:
-            assert part.inner is not None
-            part.inner.param_groups[0]["count"] = 20
-        assert sharded.state_dict()["param_groups"][0]["count"] == 20
-
-    on_ranks(2, program)
-
-
-@pytest.mark.usefixtures("elementwise")
-def test_a_list_among_the_options_is_the_optimizers_own() -> None:
-    def program(_rank: int) -> None:
-        ours = Parts()
-        groups = [{"params": list(ours.parameters()), "trace": [0.5]}]
-        sharded = ShardedOptimizer(groups, Counting, lr=0.1)
-        for part in sharded.parts:
-            assert part.inner is not None
-            assert part.inner.param_groups[0]["trace"] is not sharded.param_groups[0]["trace"]
-        _backward(0, ours)
-        sharded.step()
-        mine = sharded.param_groups[0]["trace"]
-        mine.append(0.25)
-        _backward(1, ours)
-        sharded.step()
-        assert sharded.param_groups[0]["trace"] == [0.5, 0.1, 0.25, 0.1]
-
-    on_ranks(2, program)
-
-
-class Estimating(SGD):
-    """Keeps a value in each group that depends on all parameters of the group."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for group in self.param_groups:
-            group["size"] = sum(parameter.numel() for parameter in group["params"])
-
-
-@pytest.mark.usefixtures("elementwise")
-def test_what_inner_optimizers_disagree_on_is_not_taken_over() -> None:
-    def program(_rank: int) -> None:
-        parameters = [nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(32).double())]
-        sharded = ShardedOptimizer(parameters, Estimating, lr=0.1)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        sharded.step()
-        assert "size" not in sharded.param_groups[0]
-        with pytest.raises(Exception, match=r"keeps 'size' in its groups, and has computed 16, 8 "):
-            sharded.full_state_dict()
-
-    on_ranks(2, program)
-
-
 def test_a_closure_gives_its_loss() -> None:
     def program(_rank: int) -> None:
-        ours, sharded, alone, whole = _pair(AdamW, lr=0.1)
+        ours, sharded, alone, whole = make_pair(AdamW, lr=0.1)
         losses = []
         for model, optimizer in ((ours, sharded), (alone, whole)):
 
@@ -441,67 +237,10 @@ def test_a_closure_gives_its_loss() -> None:
 
             losses.append(optimizer.step(closure))
         assert torch.equal(losses[0], losses[1])
-        _require_bits(ours, alone)
+        require_bits(ours, alone)
         assert sharded.step() is None
 
     on_ranks(2, program)
-
-
-class TakesMore(SGD):
-    """An optimizer whose step has an option."""
-
-    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad, alpha=-scale)
-
-
-@pytest.mark.usefixtures("elementwise")
-def test_a_step_passes_its_options_on() -> None:
-    def program(_rank: int) -> None:
-        parameter = nn.Parameter(torch.zeros(4))
-        sharded = ShardedOptimizer([parameter], TakesMore, lr=1.0, partition="elements")
-        parameter.grad = torch.ones(4)
-        sharded.step(scale=3.0)
-        assert parameter.tolist() == [-3.0] * 4
-
-    on_ranks(2, program)
-
-
-@pytest.mark.usefixtures("elementwise")
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_ranks_that_own_nothing_take_part(partition: str) -> None:
-    def program(rank: int) -> int:
-        ours, alone = (nn.Parameter(torch.tensor([[1.0]])) for _ in range(2))
-        sharded = ShardedOptimizer([ours], Counting, partition=partition, lr=0.1)
-        whole = Counting([alone], lr=0.1)
-        for _ in range(3):
-            for parameter, optimizer in ((ours, sharded), (alone, whole)):
-                parameter.grad = torch.tensor([[0.5]])
-                optimizer.step()
-        assert torch.equal(ours, alone)
-        (part,) = sharded.parts
-        assert part.inner is not None
-        # Options count on all ranks; the stand-in for the shard has the dimensions of one.
-        assert part.inner.param_groups[0]["count"] == 3
-        (tensor,) = part.inner.param_groups[0]["params"]
-        assert tensor.shape == (
-            (0, 0) if not part.shards else (1,) if partition == "elements" else (1, 1)
-        )
-        return len(part.shards)
-
-    assert sum(on_ranks(3, program)) == 1
-
-
-def test_the_stand_in_for_a_scalar_has_one_dimension() -> None:
-    def program(rank: int) -> list[int]:
-        sharded = ShardedOptimizer([nn.Parameter(torch.ones(()))], SGD, partition="parameters")
-        (part,) = sharded.parts
-        assert part.inner is not None
-        return list(part.inner.param_groups[0]["params"][0].shape)
-
-    assert on_ranks(2, program) == [[], [0]]
 
 
 def test_muon_gets_its_matrices_whole() -> None:
@@ -509,70 +248,15 @@ def test_muon_gets_its_matrices_whole() -> None:
         def make() -> nn.Module:
             return Parts(((3, 4), (4, 4), (5, 2)))
 
-        ours, sharded, alone, whole = _pair(Muon, make, lr=0.05)
+        ours, sharded, alone, whole = make_pair(Muon, make, lr=0.05)
         assert sharded.partition is Partition.PARAMETERS
         for number in range(2):
-            _backward(number, ours, alone)
+            backward(number, ours, alone)
             sharded.step()
             whole.step()
-            _require_bits(ours, alone)
+            require_bits(ours, alone)
 
     on_ranks(4, program)
-
-
-def test_the_choice_of_a_partition() -> None:
-    assert choose_partition(None, AdamW) is Partition.ELEMENTS
-    assert choose_partition(None, Adafactor) is Partition.PARAMETERS
-    assert choose_partition(None, Counting) is Partition.PARAMETERS  # It may do anything.
-    assert choose_partition("parameters", AdamW) is Partition.PARAMETERS
-    assert choose_partition("parameters", Muon) is Partition.PARAMETERS
-    assert choose_partition("elements", SGD) is Partition.ELEMENTS
-    with pytest.raises(
-        UsageError, match="must be one of elements, parameters, or None; got 'rows'"
-    ):
-        choose_partition("rows", AdamW)
-    with pytest.raises(UsageError, match=r"Adafactor is not known .* use partition=\"parameters\""):
-        choose_partition("elements", Adafactor)
-
-
-class NeedsClosure(SGD):
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        return closure()
-
-
-class NoClosure(SGD):
-    def step(self) -> Any:  # type: ignore[override]
-        return None
-
-
-def test_what_cannot_work_is_refused_by_name() -> None:
-    def program(_rank: int) -> None:
-        model = Parts()
-        for cls in (torch.optim.LBFGS, NeedsClosure):
-            with pytest.raises(UsageError, match=rf"{cls.__name__} evaluates .* cannot be sharded"):
-                ShardedOptimizer(model.parameters(), cls)
-        with pytest.raises(ValueError, match="Invalid learning rate"):
-            ShardedOptimizer(model.parameters(), AdamW, lr=-1.0)
-        ShardedOptimizer(Parts().parameters(), NoClosure, lr=0.1).step()
-        sharded = ShardedOptimizer(model.parameters(), AdamW)
-        with pytest.raises(UsageError, match=r"cannot be copied or pickled: .* full_state_dict"):
-            copy.deepcopy(sharded)
-        meshed = nn.Parameter(torch.ones(2, 3))
-        meshed.device_mesh = "a mesh"  # type: ignore[attr-defined]
-        with pytest.raises(UsageError, match=r"of shape \(2, 3\) is a DTensor.* a plain optimizer"):
-            ShardedOptimizer([meshed], AdamW)
-        table = nn.Embedding(10, 4, sparse=True)
-        table(torch.tensor([1])).sum().backward()
-        with pytest.raises(UsageError, match=r"of shape \(10, 4\) has a torch.sparse_coo gradient"):
-            ShardedOptimizer(table.parameters(), AdamW).step()
-        _backward(0, model)
-        model.parts[1].double()
-        with pytest.raises(
-            UsageError, match=r"'number 1 of shape \(2, 5\)' was moved or converted"
-        ):
-            sharded.step()
-
-    on_ranks(1, program)
 
 
 def test_a_whole_parameter_may_have_a_sparse_gradient() -> None:
@@ -589,17 +273,6 @@ def test_a_whole_parameter_may_have_a_sparse_gradient() -> None:
     on_ranks(2, program)
 
 
-def test_groups_have_the_optimizers_defaults() -> None:
-    def program(_rank: int) -> None:
-        sharded = ShardedOptimizer(Parts().parameters(), AdamW, weight_decay=0.5)
-        assert sharded.defaults == AdamW([torch.zeros(1)], weight_decay=0.5).defaults
-        assert sharded.param_groups[0]["betas"] == (0.9, 0.999)
-        assert len(sharded.param_groups) == 1
-        assert len(sharded.parts) == 1
-
-    on_ranks(2, program)
-
-
 @pytest.mark.parametrize("kind", ["elements", "parameters", "container"])
 def test_the_state_is_that_of_this_ranks_shards(kind: str) -> None:
     def program(rank: int) -> int:
@@ -611,7 +284,7 @@ def test_the_state_is_that_of_this_ranks_shards(kind: str) -> None:
         )
         assert not sharded.state
         assert sharded.state_tensors() == []
-        _backward(0, ours)
+        backward(0, ours)
         assert sum(gradient.numel() for gradient in sharded.gradient_tensors()) == (
             sum(shard.end - shard.start for shard in sharded.shards()) if kind == "container" else 0
         )
@@ -662,15 +335,6 @@ def test_small_buckets_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes(4, 4, 4, 4, 4) == [[4, 4], [4, 4], [4]]
 
 
-class Noting(SGD):
-    """Notes its steps among what its rank sends."""
-
-    events: list[list[str]]
-
-    def step(self, closure: Any = None) -> Any:
-        self.events[dist.get_rank()].append("update")
-
-
 @pytest.mark.usefixtures("elementwise")
 def test_a_large_bucket_is_sent_before_the_next_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_module, "_STEPPED_TOGETHER", 6)
@@ -710,14 +374,14 @@ def test_a_smaller_group_of_ranks() -> None:
                 ShardedOptimizer(Parts().parameters(), AdamW, process_group=group)
             return
         for partition in PARTITIONS:
-            ours, sharded, alone, whole = _pair(
+            ours, sharded, alone, whole = make_pair(
                 AdamW, lr=0.1, process_group=group, partition=partition
             )
             for number in range(2):
-                _backward(number, ours, alone)
+                backward(number, ours, alone)
                 sharded.step()
                 whole.step()
-                _require_bits(ours, alone)
+                require_bits(ours, alone)
             full = sharded.full_state_dict()
             assert bool(full) == (rank == 1)
 
@@ -755,8 +419,8 @@ def test_flat_parameters_keep_values_identity_and_layout() -> None:
 
 def test_parameters_outlive_their_optimizer() -> None:
     def program(rank: int) -> None:
-        ours, sharded, alone, whole = _pair(AdamW, lr=0.1)
-        _backward(0, ours, alone)
+        ours, sharded, alone, whole = make_pair(AdamW, lr=0.1)
+        backward(0, ours, alone)
         sharded.step()
         whole.step()
         del sharded
@@ -765,7 +429,7 @@ def test_parameters_outlive_their_optimizer() -> None:
         other = SGD(alone.parameters(), lr=0.1)
         again.step()
         other.step()
-        _require_bits(ours, alone)
+        require_bits(ours, alone)
         assert len(list(ours.parameters())) == len(SHAPES)
 
     on_ranks(2, program)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from paceline.parallel import ShardedDataParallel, ShardedOptimizer
-from paceline.parallel.zero import flat_parameters
 from paceline.parallel.zero.optimizer_checkpoint import (
     FlatPiece,
     describe,
@@ -28,21 +27,15 @@ from paceline.parallel.zero.optimizer_checkpoint import (
     saved_keys,
 )
 from paceline.parallel.zero.optimizer_state import OptimizerStateError
+from tests.unit.parallel.zero.optimizers import Estimating, Mixed
 from tests.unit.parallel.zero.ranks import DECAYING, Parts, on_ranks
-from tests.unit.parallel.zero.test_optimizer import Estimating
-from tests.unit.parallel.zero.test_optimizer_state import Mixed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.usefixtures("elementwise"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _mixed_is_elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = frozenset({AdamW, SGD, Mixed, Estimating})
-    monkeypatch.setattr(flat_parameters, "_ELEMENTWISE", known)
 
 
 CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {

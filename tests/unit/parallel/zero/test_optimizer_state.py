@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from paceline.parallel import ShardedDataParallel, ShardedOptimizer
-from paceline.parallel.zero import flat_parameters
 from paceline.parallel.zero.optimizer_state import (
     OptimizerStateError,
     gather_full_state,
@@ -21,38 +20,13 @@ from paceline.parallel.zero.optimizer_state import (
     pack_groups,
     values_differ,
 )
+from tests.unit.parallel.zero.optimizers import Mixed
 from tests.unit.parallel.zero.ranks import DECAYING, Parts, on_ranks, zero_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
-
-
-class Mixed(Optimizer):
-    """Keeps state of all kinds: per element, per parameter, and what is no tensor."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state.setdefault("step", torch.zeros(()))
-                state["step"] += 1
-                state.setdefault("sum", torch.zeros_like(parameter))
-                state["sum"] += parameter.grad
-                state["calls"] = state.get("calls", 0) + 1
-                state["scale"] = torch.tensor(0.5) ** state["calls"]
-                state["table"] = torch.full((3, 2), float(state["calls"]))
-                state["nothing"] = None
-                parameter.data.add_(state["sum"], alpha=-group["lr"] * float(state["scale"]))
-
-
-@pytest.fixture(autouse=True)
-def _mixed_is_elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = frozenset({AdamW, SGD, Mixed})
-    monkeypatch.setattr(flat_parameters, "_ELEMENTWISE", known)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning"),
+    pytest.mark.usefixtures("elementwise"),
+]
 
 
 CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {

@@ -1,146 +1,21 @@
 """Neighbouring shards that the optimizer sees as one tensor, and when they are separated."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from paceline.parallel import ShardedDataParallel, ShardedOptimizer
-from paceline.parallel.buckets import plan_buckets, tensor_spec
 from paceline.parallel.zero import optimizer as optimizer_module
-from paceline.parallel.zero.flat_parameters import (
-    FlatParameters,
-    Partition,
-    Shard,
-    ShardLayout,
-    flat_elements,
-    plan_shards,
-    shard_evenly,
-)
+from paceline.parallel.zero.flat_parameters import FlatParameters, Shard
 from paceline.parallel.zero.shard_optimizer import Run, join_neighbours, single
+from tests.unit.parallel.zero.flats import make_flat
 from tests.unit.parallel.zero.ranks import DECAYING, ONE_EACH, Parts, Twins, on_ranks, zero_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
-
-SIZES = (6, 3, 10, 5)
-
-
-def _flat(
-    rank: int, num_ranks: int = 2, sizes: Sequence[int] = SIZES, **keywords: Any
-) -> FlatParameters:
-    """Flat parameters of ascending numbers, in the order of backward."""
-    parameters = [
-        nn.Parameter(torch.arange(float(size)) + 100 * index) for index, size in enumerate(sizes)
-    ]
-    (plan,) = plan_buckets([tensor_spec(parameter) for parameter in parameters], None)
-    keywords = {"partition": Partition.ELEMENTS, **keywords}
-    names = [f"p{index}" for index in range(len(sizes))]
-    return FlatParameters(shard_evenly(plan, num_ranks), parameters, names, rank=rank, **keywords)
-
-
-# Slots: p3 at 0 to 5, p2 at 8 to 18, p1 at 20 to 23, p0 at 24 to 30; 32 elements, 16 per rank.
-
-
-def test_shards_are_views_of_this_ranks_part() -> None:
-    for rank, expected in (
-        (0, [("p3", 0, 5, 0), ("p2", 0, 8, 8)]),
-        (1, [("p2", 8, 10, 0), ("p1", 0, 3, 4), ("p0", 0, 6, 8)]),
-    ):
-        flat = _flat(rank)
-        names = dict(zip(flat.parameters, flat.names, strict=True))
-        assert flat.names == ["p3", "p2", "p1", "p0"]
-        assert [
-            (names[shard.parameter], shard.start, shard.end, flat.offset_of(shard))
-            for shard in flat.shards
-        ] == expected
-        flat.gradient = torch.arange(16.0)
-        for shard in flat.shards:
-            assert not shard.is_whole
-            own = shard.parameter.detach()[shard.start : shard.end]
-            assert torch.equal(shard.tensor, own)
-            assert shard.tensor.data_ptr() == own.data_ptr()
-            begin = flat.offset_of(shard)
-            assert flat.gradient_of(shard).tolist() == list(
-                range(begin, begin + shard.end - shard.start)
-            )
-        assert flat.local_shard.numel() == 16
-        assert flat.layout.num_elements == 32
-
-
-def test_a_master_is_a_copy_in_its_dtype() -> None:
-    flat = _flat(1, master_dtype=torch.float64)
-    assert flat.has_master
-    assert flat.master.dtype == torch.float64
-    assert torch.equal(flat.master.float(), flat.local_shard)
-    assert [flat.offset_of(shard) for shard in flat.shards] == [0, 4, 8]
-    for shard in flat.shards:
-        assert shard.tensor.dtype == torch.float64
-        begin = flat.offset_of(shard)
-        assert shard.tensor.data_ptr() == flat.master[begin:].data_ptr()
-    for same in (None, torch.float32):
-        plain = _flat(1, master_dtype=same)
-        assert not plain.has_master
-        assert plain.master is plain.local_shard
-
-
-def test_a_master_follows_edits_and_keeps_what_rounds_to_the_same() -> None:
-    flat = _flat(1, master_dtype=torch.float64)
-    precise = flat.master * (1 + 2.0**-40)
-    flat.master.copy_(precise)
-    flat.follow_edits()
-    assert torch.equal(flat.master, precise)
-    with torch.no_grad():
-        flat.parameters[2].fill_(7.0)
-    flat.follow_edits()
-    expected = precise.clone()
-    expected[4:7] = 7.0
-    assert torch.equal(flat.master, expected)
-    # Without an edit that torch has counted, the master is not compared.
-    flat.parameters[3].data.fill_(9.0)
-    flat.follow_edits()
-    assert torch.equal(flat.master, expected)
-    flat.refresh_master()
-    expected[8:14] = 9.0
-    assert torch.equal(flat.master, expected)
-
-
-def test_parameters_must_stay_where_they_are() -> None:
-    flat = _flat(0)
-    flat.require_in_place()
-    flat.parameters[2].data = flat.parameters[2].data.clone()
-    with pytest.raises(Exception, match=r"^parameter 'p1' was moved or converted after its memory"):
-        flat.require_in_place()
-
-
-def test_clearing_a_flats_gradients() -> None:
-    flat = _flat(1)
-    first, second, _ = flat.shards
-    for set_to_none in (False, True):
-        first.tensor.grad = torch.ones_like(first.tensor)
-        flat.local_gradients.add(first.parameter)
-        flat.undecided[second] = 0, torch.ones(3)
-        flat.was_trained = True
-        flat.zero_gradients(set_to_none=set_to_none)
-        assert not flat.local_gradients
-        assert not flat.undecided
-        # Gradients of zero still count: momentum goes on.
-        assert flat.was_trained == (not set_to_none)
-        assert (first.tensor.grad is None) == set_to_none
-        assert set_to_none or not first.tensor.grad.any()
-        assert second.tensor.grad is None
-
-
-def test_a_flat_is_trained_as_long_as_one_of_its_parameters_is() -> None:
-    flat = _flat(0)
-    for parameter in flat.parameters[:-1]:
-        parameter.requires_grad_(False)
-    assert flat.is_trained
-    flat.parameters[-1].requires_grad_(False)
-    assert not flat.is_trained
 
 
 def _shards(flat: FlatParameters, *names: str) -> list[Shard]:
@@ -154,7 +29,7 @@ def _runs(flat: FlatParameters, *names: str) -> list[Run]:
 
 @pytest.mark.parametrize("master_dtype", [None, torch.float64])
 def test_neighbours_are_joined(master_dtype: torch.dtype | None) -> None:
-    flat = _flat(1, master_dtype=master_dtype)
+    flat = make_flat(1, master_dtype=master_dtype)
     (run,) = _runs(flat, "p2", "p1", "p0")
     assert not run.is_one_shard
     assert (run.begin, run.offsets) == (0, [0, 4, 8])
@@ -177,7 +52,7 @@ def test_neighbours_are_joined(master_dtype: torch.dtype | None) -> None:
 
 
 def test_several_runs_of_one_group() -> None:
-    flat = _flat(0, num_ranks=1, sizes=(4,) * 6)
+    flat = make_flat(0, num_ranks=1, sizes=(4,) * 6)
     runs = _runs(flat, "p5", "p4", "p2", "p0")
     assert [(len(run.shards), run.tensor.numel()) for run in runs] == [(2, 8), (1, 4), (1, 4)]
     runs = _runs(flat, "p5", "p3", "p2", "p1")
@@ -186,7 +61,7 @@ def test_several_runs_of_one_group() -> None:
 
 
 def test_single_shards() -> None:
-    flat = _flat(1)
+    flat = make_flat(1)
     for run, shard in zip(single(flat, flat.shards), flat.shards, strict=True):
         assert run.is_one_shard
         assert run.tensor is shard.tensor
@@ -202,7 +77,7 @@ def test_single_shards() -> None:
 
 
 def _three_runs_states() -> tuple[Run, dict[str, Any]]:
-    (run,) = _runs(_flat(1), "p2", "p1", "p0")
+    (run,) = _runs(make_flat(1), "p2", "p1", "p0")
     state = {
         "step": torch.tensor(3.0),
         "sum": torch.arange(14.0),
@@ -235,7 +110,7 @@ def test_a_runs_state_is_cut_and_joined() -> None:
 
 
 def test_a_run_may_begin_anywhere_in_its_flat() -> None:
-    (run,) = _runs(_flat(1), "p1", "p0")
+    (run,) = _runs(make_flat(1), "p1", "p0")
     state = {"sum": torch.arange(10.0)}
     states = {shard: run.state_of(shard, state) for shard in run.shards}
     assert [states[shard]["sum"].tolist() for shard in run.shards] == [
@@ -246,7 +121,7 @@ def test_a_run_may_begin_anywhere_in_its_flat() -> None:
 
 
 def test_a_step_count_is_no_piece_even_if_it_has_the_size_of_a_run() -> None:
-    (run,) = _runs(_flat(1), "p2", "p1")
+    (run,) = _runs(make_flat(1), "p2", "p1")
     state = {"step": torch.full((7,), 2.0)}
     assert run.state_of(run.shards[0], state)["step"] is state["step"]
     sized = {shard: {"step": torch.full(shard.tensor.shape, 2.0)} for shard in run.shards}
@@ -484,45 +359,3 @@ def test_an_edit_between_steps_is_waited_for_and_kept() -> None:
 
         for seed in range(3):
             ranks.run(program, seed)
-
-
-def test_elements_in_memory_order() -> None:
-    plain = torch.arange(6.0).view(2, 3)
-    turned = plain.T
-    assert flat_elements(plain, plain).tolist() == [0, 1, 2, 3, 4, 5]
-    assert flat_elements(plain, plain).data_ptr() == plain.data_ptr()
-    assert flat_elements(turned, turned).tolist() == [0, 1, 2, 3, 4, 5]
-    # Values of other strides are put into the parameter's order.
-    assert flat_elements(turned, turned.contiguous()).tolist() == [0, 1, 2, 3, 4, 5]
-    assert flat_elements(plain, turned.contiguous().T).tolist() == [0, 1, 2, 3, 4, 5]
-    assert flat_elements(plain, plain.double().T.contiguous().T).dtype == torch.float64
-    # From the middle of a larger tensor.
-    large = torch.arange(12.0)
-    assert flat_elements(plain, large[3:9].view(2, 3)).tolist() == [3, 4, 5, 6, 7, 8]
-    pairs = torch.tensor([1 + 2j, 3 - 4j])
-    assert flat_elements(pairs, pairs).tolist() == [1, 2, 3, -4]
-
-
-def test_layouts_of_nothing_and_of_whole_parameters() -> None:
-    parameters = [nn.Parameter(torch.zeros(0)) for _ in range(2)]
-    specs = [tensor_spec(parameter) for parameter in parameters]
-    (layout,) = plan_shards(specs, [0] * 3, Partition.ELEMENTS)
-    assert list(layout.borders) == [0, 0, 0, 0]
-    assert layout.num_elements == 0
-    assert [list(layout.slices(rank)) for rank in range(3)] == [[], [], []]
-    specs = [tensor_spec(torch.zeros(size)) for size in (5, 9, 3)]
-    (layout,) = plan_shards(specs, [0] * 4, Partition.PARAMETERS)
-    assert isinstance(layout, ShardLayout)
-    # 9 goes to the first rank, 5 to the second, 3 to the third, nothing to the last.
-    assert list(layout.borders) == [0, 12, 20, 24, 24]
-    slices = [[tuple(each) for each in layout.slices(rank)] for rank in range(4)]
-    assert slices == [[(1, 0, 9, 0)], [(0, 0, 5, 12)], [(2, 0, 3, 20)], []]
-    (layout,) = plan_shards(specs, [100, 0], Partition.PARAMETERS)
-    assert list(layout.borders) == [0, 0, 24]
-    (layout,) = plan_shards(specs[:1], [0] * 3, Partition.ELEMENTS)
-    assert layout.borders == range(0, 13, 4)
-    assert [[tuple(each) for each in layout.slices(rank)] for rank in range(3)] == [
-        [(0, 0, 4, 0)],
-        [(0, 4, 5, 4)],
-        [],
-    ]
