@@ -9,18 +9,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.parallel.zero import bucket as bucket_module
 from paceline.parallel.zero.bucket import ReducedGradient
-from tests.unit.parallel.zero.ranks import ONE_EACH, SHAPES, Twins, on_ranks, zero_ranks
+from tests.unit.parallel.zero.ranks import ONE_EACH, SHAPES, Parts, Twins, on_ranks, zero_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::paceline.parallel.OverlapWarning")
 
 ALL = tuple(range(len(SHAPES)))
 
 
-def test_the_padding_stays_zero() -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, ((1,), (5,))])
+def test_the_padding_stays_zero(shapes: tuple[tuple[int, ...], ...]) -> None:
     """The optimizer updates the padding between tensors with them, and its state is saved."""
 
     def program(rank: int) -> None:
-        twins = Twins(rank, 2, bucket_size_mb=None)
+        twins = Twins(rank, 2, lambda: Parts(shapes), bucket_size_mb=None)
         for number in range(2):
             twins.backward(number)
             for flat in twins.flats:

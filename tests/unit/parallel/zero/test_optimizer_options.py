@@ -74,18 +74,19 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
         ours, alone = Parts(), Parts()
         sharded = ShardedOptimizer(ours.parameters(), AdamW, lr=rates[0])
         whole = AdamW(alone.parameters(), lr=rates[1])
-        for number in range(5):
+        for number in range(6):
             backward(number, ours, alone)
             for optimizer, rate in zip((sharded, whole), rates, strict=True):
                 optimizer.step()
                 if number == 0:
                     rate.mul_(0.5)
-                if number == 1:  # From now on the tensor is of no account.
+                if number == 1:
                     optimizer.param_groups[0]["lr"] = 0.25
+                if number == 2:  # The tensor has been replaced by a number of the same value.
                     rate.fill_(100.0)
-                if number == 2:
-                    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
                 if number == 3:
+                    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+                if number == 4:
                     optimizer.param_groups[0]["lr"].fill_(0.125)
             require_bits(ours, alone)
 
