@@ -346,7 +346,6 @@ class ShardedLayer:
         self._arriving: list[Pending] = []
         self._ready: torch.Event | None = None
         self._is_filled = False
-        self._version = 0
         self._is_gathered = True
         self.free()
 
@@ -366,9 +365,9 @@ class ShardedLayer:
         return [storage.data_ptr() for storage in self._storages]
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the shards have changed since the layer was gathered."""
-        return self._is_gathered and self._version != self.flat._version
+    def is_gathered(self) -> bool:
+        """Whether the full parameters have memory, or are about to."""
+        return self._is_gathered
 
     @torch.no_grad()
     def take_values(self, position: int, full: Tensor) -> None:
@@ -384,7 +383,6 @@ class ShardedLayer:
         if self._is_gathered:
             return
         self._is_gathered = True
-        self._version = self.flat._version
         for parameter in self.parameters:
             if parameter.full.requires_grad != parameter.shard.requires_grad:
                 parameter.full.requires_grad_(parameter.shard.requires_grad)

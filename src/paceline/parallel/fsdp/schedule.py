@@ -146,13 +146,19 @@ class Schedule:
                 )
 
     def begin_forward(self) -> None:
-        """Begins a forward pass of the whole model; resets layers that no graph needs."""
+        """Begins a forward pass of the whole model; gathers again what a graph still needs."""
         self._require_whole_pass()
         for user in self._users:
             user.require_shards()
+        kept = [layer for layer in self._layers if self._kept_for_graph and layer.is_gathered]
         for layer in self._layers:
-            if not self._kept_for_graph or layer.is_stale:
-                layer.reset()
+            layer.reset()
+        # The shards may have changed since: no version of a tensor tells whether an optimizer has
+        # changed a DTensor's rows.
+        for layer in kept:
+            layer.start_all_gather()
+        for layer in kept:
+            layer.wait()
         self._traffic.records_times = self._sync_state.records_statistics
         self._traffic.begin_forward()
         self._sync_state.forward_synchronizes = self._sync_state.synchronize
