@@ -57,6 +57,13 @@ class LayerParameter:
     spec: DTensorSpec | None
     """Spec of the DTensor; None for a plain parameter."""
 
+    def __post_init__(self) -> None:
+        self._view = self.local.shape, self.local.stride(), self.local.storage_offset()
+
+    def like_local(self, total: Tensor) -> Tensor:
+        """Returns this rank's rows in a tensor with the positions of the flat shard."""
+        return total.as_strided(*self._view)
+
     def require_in_place(self) -> None:
         """Raises if the shard is no longer a view of the flat shard, which is gathered."""
         own = local_tensor(self.shard)
@@ -99,7 +106,10 @@ class GradientMessage:
         self._dtype = dtype
         self._reduce_dtype = reduce_dtype or dtype
         self._traffic = traffic
+        self._is_even = [piece.is_even(layout.num_shards) for piece in layout.pieces]
         self._open: Tensor | None = None
+        self._open_columns: list[Tensor] = []
+        """All ranks' pieces of each parameter in the open message."""
         self._in_open: set[int] = set()
         self._kept: Tensor | None = None
         self._in_kept: set[int] = set()
@@ -115,7 +125,6 @@ class GradientMessage:
         """Names of parameters whose gradients have not yet been sent in this pass."""
         return [self._parameters[position].name for position in sorted(self._in_open)]
 
-    @torch.no_grad()
     def take(self, position: int, *, keep: bool) -> None:
         """Moves a complete gradient of one of the parameters into the message.
 
@@ -131,14 +140,20 @@ class GradientMessage:
             self._kept = self._new(self._layout.dtype) if self._kept is None else self._kept
             target, present = self._kept, self._in_kept
         else:
-            self._open = self._new(self._reduce_dtype) if self._open is None else self._open
+            if self._open is None:
+                self._open = self._new(self._reduce_dtype)
+                self._open_columns = self._layout.columns(self._open)
             target, present = self._open, self._in_open
+            if self._is_even[position] and position not in present and gradient.is_contiguous():
+                column = self._open_columns[position]
+                column.copy_(gradient.view(column.shape))
+                present.add(position)
+                return
         for rows, own in parameter.piece.blocks(target, gradient):
             # A second gradient in one pass comes from a reentrant checkpoint's nested backward.
             rows.add_(own) if position in present else rows.copy_(own)
         present.add(position)
 
-    @torch.no_grad()
     def send(self, weight: RankWeight | None) -> None:
         """Starts the reduce-scatter of the gradients, with zeros for missing ones.
 
@@ -153,20 +168,24 @@ class GradientMessage:
         length = self._layout.length
         present = self._in_open | self._in_kept
         message[:, length:].fill_(1)
-        for position, parameter in enumerate(self._parameters):
-            if position not in present:
-                piece = parameter.piece
-                message[:, piece.offset : piece.offset + piece.num_elements].zero_()
-                message[:, length + position].zero_()
+        if len(present) < len(self._parameters):
+            self._leave_out(message, present)
         if weight is not None:
             weight.scale([message[:, :length]])
         self.arrived |= present
         self._open = self._kept = None
+        self._open_columns = []
         self._in_open, self._in_kept = set(), set()
         self._in_flight.append((self._start(message), self._traffic.num_messages))
         self._traffic.sent(message.nbytes, len(self._parameters))
 
-    @torch.no_grad()
+    def _leave_out(self, message: Tensor, present: set[int]) -> None:
+        """Writes zeros for the gradients that this rank does not have."""
+        for position, piece in enumerate(self._layout.pieces):
+            if position not in present:
+                message[:, piece.offset : piece.offset + piece.num_elements].zero_()
+                message[:, self._layout.length + position].zero_()
+
     def receive(self) -> None:
         """Waits for messages in flight, frees them, and starts the all-reduce over replicas."""
         in_flight, self._in_flight = self._in_flight, []
@@ -182,7 +201,6 @@ class GradientMessage:
                 pending = Pending("all-reduce of shards", total.nbytes, [work], total.device)
             self._sums.append((total, pending))
 
-    @torch.no_grad()
     def total(self) -> Tensor | None:
         """Returns the sum of all ranks' messages of this pass; None if there were none."""
         sums, self._sums = self._sums, []
@@ -195,7 +213,6 @@ class GradientMessage:
             result = total if result is None else result.add_(total)
         return result
 
-    @torch.no_grad()
     def add_means(
         self, total: Tensor, *, divide: bool, some_rank_had: Sequence[float] | None
     ) -> None:
@@ -208,13 +225,13 @@ class GradientMessage:
             total[: self._layout.length].div_(self._sharding.num_ranks)
         for position, parameter in enumerate(self._parameters):
             if position in self.arrived or (some_rank_had and some_rank_had[position]):
-                parameter.add_gradient(parameter.piece.local(total, self._sharding.shard))
+                parameter.add_gradient(parameter.like_local(total))
         self.arrived = set()
 
     @property
     def is_missing(self) -> bool:
         """Whether this rank had no gradient for some trained parameter."""
-        return any(
+        return len(self.arrived) < len(self._parameters) and any(
             parameter.shard.requires_grad and position not in self.arrived
             for position, parameter in enumerate(self._parameters)
         )
@@ -225,7 +242,7 @@ class GradientMessage:
 
     def drop(self) -> None:
         """Discards the gradients of a pass, except those kept for a later pass."""
-        self._open, self._in_open = None, set()
+        self._open, self._open_columns, self._in_open = None, [], set()
         self._in_flight, self._sums, self.arrived = [], [], set()
         for parameter in self._parameters:
             parameter.full.grad = None
@@ -308,8 +325,17 @@ class ShardedLayer:
         self._storages = [
             tensor.untyped_storage()
             for tensor in (self._alone, self._copies)
-            if tensor is not self.flat
+            if tensor is not self.flat and tensor.numel()
         ]
+        self._copy_targets: list[Tensor] = []
+        """All ranks' pieces in each of the small full parameters; empty if a piece has gaps."""
+        if layout.packed_widths and all(parameter.is_contiguous() for _, parameter in named):
+            sizes = [piece.shape.numel() for piece in together]
+            copies = self._copies.split_with_sizes(sizes)
+            self._copy_targets = [
+                copy.view(layout.num_shards, width)
+                for copy, width in zip(copies, layout.packed_widths, strict=True)
+            ]
         copied = 0
         self.parameters: list[LayerParameter] = []
         for piece, (name, original) in zip(layout.pieces, named, strict=True):
@@ -377,7 +403,6 @@ class ShardedLayer:
         own = parameter.piece.own_rows(rows, self.sharding.shard)
         parameter.local.copy_(own.view(parameter.local.shape))
 
-    @torch.no_grad()
     def start_all_gather(self) -> None:
         """Starts the all-gather of the full parameters, unless the layer is gathered."""
         if self._is_gathered:
@@ -396,7 +421,6 @@ class ShardedLayer:
                 self.flat, self._alone, self._packed, self.layout, self.sharding
             )
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Makes the current stream wait until the full parameters have arrived."""
         if self._ready is not None:
@@ -406,15 +430,26 @@ class ShardedLayer:
         self._is_filled = True
         self._receive()
         assert self._packed is not None
-        _allocate(self._copies)
-        with _unsafe_preserve_version_counter(self._copies):
-            for run in self.layout.runs:
-                if not run.is_one:
-                    rows = self.layout.rows(run, self._alone, self._packed)
-                    _copy_out(rows, run, self.layout, [p.full for p in self.parameters])
+        if self.layout.packed_length:
+            _allocate(self._copies)
+            with _unsafe_preserve_version_counter(self._copies):
+                self._copy_small(self._packed)
         self._packed = None
         # Later waits in other streams must wait for the copies too.
         self._ready = accelerator.point_in_stream(self.layout.device)
+
+    def _copy_small(self, packed: Tensor) -> None:
+        """Copies the small full parameters out of their receive buffer."""
+        layout = self.layout
+        if self._copy_targets:
+            assert layout.packed_widths is not None
+            rows = packed.view(layout.num_shards, layout.packed_length)
+            torch.split_with_sizes_copy(rows, layout.packed_widths, 1, out=self._copy_targets)
+            return
+        for run in layout.runs:
+            if not run.is_one:
+                rows = layout.rows(run, self._alone, packed)
+                _copy_out(rows, run, layout, [parameter.full for parameter in self.parameters])
 
     def free(self) -> None:
         """Frees the memory of the full parameters, unless a forward pass uses them."""
@@ -457,7 +492,8 @@ class ShardedLayer:
 
 def _allocate(tensor: Tensor) -> None:
     """Allocates memory for a tensor whose storage was freed."""
-    tensor.untyped_storage().resize_(tensor.nbytes)
+    if num_bytes := tensor.nbytes:
+        tensor.untyped_storage().resize_(num_bytes)
 
 
 def _gather(

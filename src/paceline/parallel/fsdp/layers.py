@@ -90,12 +90,12 @@ class LayerUser:
     def show_full(self) -> None:
         """Sets the modules' attributes to the full parameters."""
         for module, name, parameter in self.attributes:
-            setattr(module, name, parameter.full)
+            _set_parameter(module, name, parameter.full)
 
     def show_shards(self) -> None:
         """Sets the modules' attributes to the shards."""
         for module, name, parameter in self.attributes:
-            setattr(module, name, parameter.shard)
+            _set_parameter(module, name, parameter.shard)
 
     def require_shards(self) -> None:
         """Raises if a shard, or the memory of a shard, was replaced."""
@@ -106,6 +106,16 @@ class LayerUser:
                     "change its values in place, with copy_ or load_state_dict"
                 )
             parameter.require_in_place()
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Sets a parameter that the module already has, which happens twice in each forward call."""
+    # A module's own `__setattr__` checks much that cannot have changed. A class that has another,
+    # such as an LSTM, must see the new tensor.
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,11 +205,12 @@ class Schedule:
         else:  # Activation checkpointing recomputes a forward pass.
             recomputed = self._begin_backward(None).recomputed
             recomputed.update(dict.fromkeys(user.layers))
-        for layer in [*user.layers, *self._next_layers()]:
-            layer.start_all_gather()
-        for layer in user.layers:
-            layer.wait()
-            layer.num_users += 1
+        with torch.no_grad():
+            for layer in [*user.layers, *self._next_layers()]:
+                layer.start_all_gather()
+            for layer in user.layers:
+                layer.wait()
+                layer.num_users += 1
         user.show_full()
 
     def after_forward(
@@ -246,10 +247,9 @@ class Schedule:
         """Number of modules that have ended their forward in this pass."""
         return len(self._forward.uses)
 
-    @torch.no_grad()
     def take_gradient(self, number: int, index: int) -> None:
         """Moves a gradient that backward has completed into its layer's message."""
-        backward = self._begin_backward(None)
+        backward = self._backward or self._begin_backward(None)
         self._layers[number].gradients.take(index, keep=not backward.averages)
 
     def _next_layers(self) -> list[ShardedLayer]:
@@ -301,15 +301,15 @@ class Schedule:
     def _before_backward(self, forward: ForwardPass, index: int) -> None:
         """Gathers the layers for the backward of a use, after all sends that come before it."""
         backward = self._begin_backward(forward)
-        if backward.forward is not forward:
-            self._go_back(backward, -1)
-            backward.follow(forward)
-        self._go_back(backward, index)
-        for layer in forward.uses[index].user.layers:
-            layer.start_all_gather()
-            layer.wait()
+        with torch.no_grad():
+            if backward.forward is not forward:
+                self._go_back(backward, -1)
+                backward.follow(forward)
+            self._go_back(backward, index)
+            for layer in forward.uses[index].user.layers:
+                layer.start_all_gather()
+                layer.wait()
 
-    @torch.no_grad()
     def _go_back(self, backward: BackwardPass, target: int) -> None:
         """Steps back through the uses to a target, in the same order on all ranks."""
         uses = backward.forward.uses
@@ -411,7 +411,6 @@ def _require_all_sent(layers: Sequence[ShardedLayer]) -> None:
             )
 
 
-@torch.no_grad()
 def _add_means(layers: Sequence[ShardedLayer], *, divide: bool) -> dict[str, bool]:
     """Adds the received sums or means to the shards' gradients.
 

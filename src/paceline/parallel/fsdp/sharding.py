@@ -17,6 +17,7 @@ copied out. A gradient message is ``[rank][flat shard, one flag per parameter]``
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -45,17 +46,17 @@ class Sharding:
     replicate_groups: tuple[GroupReference, ...]
     """Further groups over which gradients are summed."""
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> int:
         """Number of ranks over which a parameter is sharded."""
         return 1 if self.shard_group is None else dist.get_world_size(self.shard_group.get())
 
-    @property
+    @functools.cached_property
     def shard(self) -> int:
         """Index of this rank's shard."""
         return 0 if self.shard_group is None else dist.get_rank(self.shard_group.get())
 
-    @property
+    @functools.cached_property
     def num_ranks(self) -> int:
         """Number of ranks over which gradients are averaged."""
         others = (dist.get_world_size(group.get()) for group in self.replicate_groups)
@@ -139,6 +140,10 @@ class Piece:
     num_elements: int
     """Maximum number of elements of a rank."""
 
+    def is_even(self, num_shards: int) -> bool:
+        """Returns whether all ranks have equally many rows."""
+        return bool(self.shape) and self.shape[0] == self.rows * num_shards
+
     def num_rows(self, shard: int) -> int:
         """Returns the number of rows of a rank."""
         length = self.shape[0] if self.shape else 1
@@ -213,6 +218,37 @@ class LayerLayout:
     def row_length(self) -> int:
         """Elements of a gradient message for one rank."""
         return self.length + aligned(len(self.pieces), self.dtype.itemsize)
+
+    @functools.cached_property
+    def _columns(self) -> tuple[list[int], list[int]]:
+        """The widths of the columns of a gradient message, and each parameter's column."""
+        widths: list[int] = []
+        column_of = [0] * len(self.pieces)
+        end = 0
+        for index, piece in sorted(enumerate(self.pieces), key=lambda item: item[1].offset):
+            if piece.offset > end:
+                widths.append(piece.offset - end)
+            column_of[index] = len(widths)
+            widths.append(piece.num_elements)
+            end = piece.offset + piece.num_elements
+        return [*widths, self.row_length - end], column_of
+
+    def columns(self, message: Tensor) -> list[Tensor]:
+        """Returns views of all ranks' pieces of each parameter in a gradient message."""
+        widths, column_of = self._columns
+        columns = message.split_with_sizes(widths, 1)
+        return [columns[index] for index in column_of]
+
+    @functools.cached_property
+    def packed_widths(self) -> list[int] | None:
+        """The lengths of the pieces that are gathered together, in the order of the parameters.
+
+        None if there are gaps between them, or if ranks have different numbers of rows.
+        """
+        packed = [piece for piece in self.pieces if not self.travels_alone(piece)]
+        widths = [piece.num_elements for piece in packed]
+        is_even = all(piece.is_even(self.num_shards) for piece in packed)
+        return widths if is_even and sum(widths) == self.packed_length else None
 
     def rows(self, run: Run, alone: Tensor, packed: Tensor) -> Tensor:
         """Returns the receive buffer of a run, one row per rank.
