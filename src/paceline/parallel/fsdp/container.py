@@ -20,7 +20,8 @@ reentrant checkpoint recomputes are sent in phase 4.
 `WrapPolicy` defines the layers. A layer's full parameters exist only while its own forward runs:
 other modules must call it instead of reading its parameters, and the loss may depend on it only
 through its outputs. A reentrant checkpoint frees its layers only after backward. A pass with
-``create_graph=True`` frees no layers until the backward pass that follows it.
+``create_graph=True`` frees no layers until the backward pass that follows it; a forward pass in
+between gathers them again.
 """
 
 from collections.abc import Callable

@@ -155,10 +155,11 @@ class Schedule:
             layer.reset()
         # The shards may have changed since: no version of a tensor tells whether an optimizer has
         # changed a DTensor's rows.
-        for layer in kept:
-            layer.start_all_gather()
-        for layer in kept:
-            layer.wait()
+        with torch.no_grad():
+            for layer in kept:
+                layer.start_all_gather()
+            for layer in kept:
+                layer.wait()
         self._traffic.records_times = self._sync_state.records_statistics
         self._traffic.begin_forward()
         self._sync_state.forward_synchronizes = self._sync_state.synchronize
