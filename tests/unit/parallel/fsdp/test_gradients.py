@@ -2,14 +2,18 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from paceline.devices import accelerator
 from paceline.parallel import FullyShardedDataParallel
+from paceline.parallel.buckets import GradientError
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.fsdp.layers import WrapPolicy
 from tests.unit.parallel.fsdp.ranks import (
@@ -23,6 +27,7 @@ from tests.unit.parallel.fsdp.ranks import (
     silent,
 )
 from tests.unit.parallel.simulation.device import Event, Stream
+from tests.unit.parallel.simulation.messages import Region
 
 
 class Shapes(nn.Module):
@@ -404,36 +409,167 @@ def test_a_stream_waits_for_parameters_that_another_has_waited_for(
             ranks.run(program, seed)
 
 
-def test_a_message_is_sent_after_the_stream_that_wrote_its_last_gradient(
+def test_a_message_follows_the_stream_that_wrote_into_it_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     beside = Stream(computes=False)
 
     def program(_rank: int) -> None:
-        model = Chosen()
-        ours = FullyShardedDataParallel(model)
-        streams.followed.clear()
-        ours(torch.ones(2), "abc").backward()
-        assert streams.followed == []  # All in one stream.
-        loss = ours(torch.ones(2), "abc")
+        ours = FullyShardedDataParallel(Chosen())
+        own = ranks.device.current_stream()
+        context = ranks.device.stream(beside)
 
-        def in_another(_gradient: Tensor) -> None:
-            # As autograd does, which hands over gradients in the stream of their forward.
+        def begin(_gradient: Tensor) -> None:
             context.__enter__()
 
-        context = ranks.device.stream(beside)
-        loss.register_hook(in_another)
-        own = ranks.device.current_stream()
-        loss.backward()
-        context.__exit__(None, None, None)
-        assert streams.followed == [own]
-        streams.followed.clear()
-        ours(torch.ones(2), "abc").backward()
-        assert streams.followed == [beside]
+        def end(_gradient: Tensor) -> None:
+            context.__exit__(None, None, None)
+
+        # As autograd does, which hands over gradients in the stream of their forward.
+        for begins, ends, followed in (
+            (False, False, []),
+            (True, True, [own, beside]),
+            (False, False, []),
+            (True, False, [own]),
+            (False, False, [beside]),
+        ):
+            streams.followed.clear()
+            x = torch.ones(2, requires_grad=True)
+            loss = ours(x, "abc")
+            if begins:
+                loss.register_hook(begin)
+            if ends:  # The gradient of the input is the last.
+                x.register_hook(end)
+            loss.backward()
+            assert streams.followed == followed
+            if begins and not ends:
+                end(x)
+            context = ranks.device.stream(beside)
 
     with fsdp_ranks(1) as ranks:
         streams = _Streams(ranks, monkeypatch)
         ranks.run(program)
+
+
+def test_a_gradient_that_is_complete_several_times_is_added_up() -> None:
+    class Repeated(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.block, self.head = nn.Linear(size, size), nn.Linear(size, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            for _ in range(3):
+                x = checkpoint(self.block, x, use_reentrant=True)
+            return self.head(x)
+
+    def program(rank: int) -> None:
+        for size in (4, 5):  # Ranks have equally many rows, or not.
+            ours, oracle = FullyShardedDataParallel(Repeated(size)), Repeated(size)
+            with ours.no_sync():
+                ours(data(0, rank, size)).sum().backward()
+            ours(data(1, rank, size)).sum().backward()
+            for other in range(2):
+                for step in range(2):
+                    (oracle(data(step, other, size)).sum() / 2).backward()
+            require_gradients(ours, oracle, rank, 2, 1e-5)
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
+def test_messages_are_freed_when_they_have_been_received() -> None:
+    def program(rank: int) -> int:
+        ours = FullyShardedDataParallel(Blocks(silent, 6))
+        for step in range(2):
+            sent[rank].clear()
+            ours(data(step, rank)).sum().backward()
+            assert not any(region.tensor() is not None for region in sent[rank])
+            ours.zero_grad()
+        return most[rank]
+
+    with fsdp_ranks(2) as ranks:
+        launch = ranks.device.launch
+        sent: list[list[Region]] = [[], []]
+        most = [0, 0]
+
+        def launching(group: str, of: Any, kind: str, **keywords: Any) -> Any:
+            rank = ranks.device.rank
+            if kind == "reduce-scatter":
+                sent[rank].append(Region(keywords["inputs"][0]))
+                alive = sum(region.tensor() is not None for region in sent[rank])
+                most[rank] = max(most[rank], alive)
+            return launch(group, of, kind, **keywords)
+
+        with mock.patch.object(ranks.device, "launch", launching):
+            assert ranks.run(program) == [2, 2]
+
+
+def test_a_pass_has_no_gradients_of_the_pass_before_it() -> None:
+    def program(rank: int) -> None:
+        ours, oracle = FullyShardedDataParallel(Chosen()), Chosen()
+        first, second = ours(data(0, rank), "abc"), ours(data(1, rank), "a")
+        first.backward()
+        ours.zero_grad()
+        second.backward()
+        for other in range(2):
+            (oracle(data(1, other), "a") / 2).backward()
+        require_gradients(ours, oracle, rank, 2, 1e-5)
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
+def test_a_gradient_that_was_refused_does_not_come_back() -> None:
+    def program(rank: int) -> None:
+        ours, oracle = FullyShardedDataParallel(Chosen()), Chosen()
+        with pytest.raises(GradientError, match="create_graph=True cannot be averaged"):
+            ours(data(0, rank), "abc").backward(create_graph=True)
+        ours(data(1, rank), "abc").backward()
+        oracle(data(1, rank), "abc").backward()
+        require_gradients(ours, oracle, 0, 1, 1e-5)
+
+    with fsdp_ranks(1) as ranks:
+        ranks.run(program)
+
+
+def test_the_host_reads_gradients_flags_only_where_a_trained_parameter_has_none() -> None:
+    def program(rank: int) -> list[int]:
+        model = Chosen()
+        model.b.requires_grad_(False)
+        ours = FullyShardedDataParallel(model)
+        numbers = []
+        for used in ("abc", "ac", "a"):
+            num_reads[rank] = 0
+            ours(data(0, rank), used).backward()
+            numbers.append(num_reads[rank])
+        return numbers
+
+    read = Tensor.tolist
+    num_reads = [0, 0]
+    with fsdp_ranks(2) as ranks:
+
+        def counted(tensor: Tensor) -> Any:
+            num_reads[ranks.device.rank] += 1
+            return read(tensor)
+
+        with mock.patch.object(Tensor, "tolist", counted):
+            assert ranks.run(program) == [[0, 0, 1]] * 2
+
+
+def test_gradients_of_replicas_are_summed_while_backward_goes_on() -> None:
+    def program(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 1))
+        ours = FullyShardedDataParallel(Blocks(silent, 3), process_group=mesh)
+        ranks.taken()
+        ours(data(0, rank)).sum().backward()
+        return [line for line in ranks.taken() if "all-reduce" in line]
+
+    with fsdp_ranks(2) as ranks, ranks.noting_waits():
+        sums = [f"all-reduce {8 * (number + 1) + 4}" for number in (2, 1, 0)]
+        waits = [f"wait for {line}" for line in reversed(sums)]  # In the order of the layers.
+        assert ranks.run(program)[0] == [*sums, *waits]
 
 
 def test_a_wait_for_parameters_is_a_wait_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,6 +606,64 @@ def test_a_wait_for_parameters_is_a_wait_of_the_step(monkeypatch: pytest.MonkeyP
     with fsdp_ranks(2) as ranks:
         first, second = ranks.run(program)
     assert first == second
+
+
+class _Seeing(nn.Module):
+    """Shows the parameters that its forward has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+        self.turned = nn.Parameter(torch.ones(4, 3).T)
+        self.seen: list[tuple[torch.dtype, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [(p.dtype, p.untyped_storage().data_ptr()) for p in (self.weight, self.turned)]
+        return (x @ self.weight.T) @ self.turned
+
+    def is_in_place(self) -> bool:
+        """Whether they were in the memory of the shards."""
+        shards = [local_tensor(p).untyped_storage().data_ptr() for p in self.parameters()]
+        return [address for _, address in self.seen] == shards
+
+
+def test_one_rank_computes_with_its_shards_where_they_are() -> None:
+    def program(rank: int) -> None:
+        contiguous = _Seeing()
+        contiguous.turned = nn.Parameter(torch.ones(3, 4))
+        for model, dtype, is_in_place in (
+            (contiguous, None, True),
+            (copy.deepcopy(contiguous), torch.float32, True),
+            (copy.deepcopy(contiguous), torch.bfloat16, False),
+            (_Seeing(), None, False),  # Its strides are not those of rows.
+        ):
+            ours = FullyShardedDataParallel(model, compute_dtype=dtype)
+            assert not any(layer.num_present_bytes for layer in ours._layers)
+            ours(data(0, rank)).sum().backward()
+            assert model.is_in_place() == is_in_place
+            assert [dtype for dtype, _ in model.seen] == [dtype or torch.float32] * 2
+            assert not any(layer.num_present_bytes for layer in ours._layers)
+
+    with fsdp_ranks(1) as ranks:
+        ranks.run(program)
+
+
+def test_a_layer_has_the_memory_of_its_full_parameters_only_while_it_is_gathered() -> None:
+    def program(rank: int) -> list[int]:
+        model = Blocks(silent, 2)
+        ours = FullyShardedDataParallel(model)
+        present = [layer.num_present_bytes for layer in ours._layers]
+        for block in model.blocks:
+            block.register_forward_pre_hook(
+                lambda *_: present.extend(layer.num_present_bytes for layer in ours._layers)
+            )
+        for step in range(2):
+            ours(data(step, rank)).sum().backward()
+        return present
+
+    with fsdp_ranks(2) as ranks:
+        # Small parameters are copied out of a receive buffer of the same size.
+        assert ranks.run(program)[0] == [0, 0, *(32, 0), *(0, 64), *(32, 64), *(0, 64)]
 
 
 def test_full_states_share_no_memory_with_the_shards() -> None:

@@ -84,6 +84,18 @@ def test_full_and_sharded_states_are_loaded_by_name(num_ranks: int) -> None:
         ranks.run(program)
 
 
+def test_all_ranks_begin_with_the_values_of_the_first() -> None:
+    def program(rank: int) -> None:
+        model, oracle = Model(), Model()
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()) if rank else ():
+                tensor.fill_(rank)
+        require_values(FullyShardedDataParallel(model), oracle, 0)
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
 def test_shards_of_other_ranks_and_replicated_parameters_are_loaded_whole() -> None:
     policy = WrapPolicy(modules=(), classes=(nn.Linear,), rest="replicated")
 
