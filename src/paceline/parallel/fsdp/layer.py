@@ -222,7 +222,7 @@ class GradientMessage:
         rank had gradients for all trained parameters.
         """
         if divide:
-            total[: self._layout.length].div_(self._sharding.num_ranks)
+            total.div_(self._sharding.num_ranks)  # The flags too, which nobody reads any more.
         for position, parameter in enumerate(self._parameters):
             if position in self.arrived or (some_rank_had and some_rank_had[position]):
                 parameter.add_gradient(parameter.like_local(total))
