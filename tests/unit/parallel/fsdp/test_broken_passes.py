@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.devices import accelerator
 from paceline.parallel import FullyShardedDataParallel
 from paceline.parallel.reducer import SynchronizationError
 from tests.unit.parallel.fsdp.ranks import Blocks, data, fsdp_ranks, require_gradients, silent
@@ -24,6 +25,10 @@ class _Breaks(torch.autograd.Function):
 
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError
+
+
+def _run_out(*_: Any) -> None:
+    raise MemoryError
 
 
 def _fail_in_backward(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
@@ -63,6 +68,22 @@ def test_one_rank_alone_goes_on(where: str, with_gradients: bool) -> None:
             ours(data(step, rank)).sum().backward()
             oracle(data(step, rank)).sum().backward()
         require_gradients(ours, oracle, 0, 1)
+
+    with fsdp_ranks(1) as ranks:
+        ranks.run(program)
+
+
+def test_one_rank_alone_goes_on_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> None:
+        ours = FullyShardedDataParallel(Blocks(silent, 3), compute_dtype=torch.bfloat16)
+        with monkeypatch.context() as patches:
+            # The first layer is gathered, and nobody uses it yet.
+            patches.setattr(accelerator, "point_in_stream", _run_out)
+            with pytest.raises(MemoryError):
+                ours(data(0, rank))
+        for _ in range(2):
+            ours(data(0, rank)).sum().backward()
+            assert not any(layer.num_present_bytes for layer in ours._layers)
 
     with fsdp_ranks(1) as ranks:
         ranks.run(program)

@@ -1,6 +1,7 @@
 """Which modules are layers, what they gather, and what they refuse, on ranks of one process."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import UsageError
 from paceline.parallel import FullyShardedDataParallel
@@ -213,6 +215,70 @@ def test_modules_that_read_their_children_are_one_layer(ranks: Ranks) -> None:
     assert len(sizes) == 2
     (sizes,) = _gathers(ranks, Attention, wrap=lambda _: WrapPolicy(classes=(nn.Linear,)))
     assert len(sizes) == 2
+
+
+class Recurrent(nn.Module):
+    """Has a module that notices in a list of its own when its parameters are set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.view(2, 1, 4))[0]
+
+
+class ReadsAfterwards(nn.Module):
+    """Reads a weight of its own after the layer that shares it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4)
+        self.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x.view(2, 4))) @ self.weight
+
+
+@pytest.mark.parametrize("model", [Recurrent, ReadsAfterwards])
+def test_parameters_are_there_for_all_that_read_them(ranks: Ranks, model: Any) -> None:
+    _gathers(ranks, model)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the calls of torch's operations, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_that_divide_evenly_are_copied_and_cut_in_one_call_per_layer(
+    ranks: Ranks,
+) -> None:
+    def program(_rank: int) -> list[int]:
+        numbers = []
+        for size in (8, 6):  # Pieces of six numbers have gaps between them.
+            model = nn.Sequential(*(Pair(Sized(1), Sized(1)) for _ in range(2)))
+            for pair in model:
+                pair.first.weight = nn.Parameter(torch.ones(size))
+            wrap = WrapPolicy(classes=(Pair,))
+            ours = FullyShardedDataParallel(model, wrap=wrap, reshard_after_forward=False)
+            with _Calls() as calls:
+                loss = ours(torch.ones(8)).sum()
+            numbers.append(calls.counts["split_with_sizes_copy"])
+            with _Calls() as calls:
+                loss.backward()
+            numbers.append(calls.counts["split_with_sizes"])
+        return numbers
+
+    assert ranks.run(program)[0] == [2, 2, 0, 2]
 
 
 class _ReadsAnother(nn.Module):
