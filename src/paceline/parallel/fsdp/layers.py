@@ -206,7 +206,7 @@ def _find_users(
         return
     # Lists of parameters are never called; their parent module reads them in its own forward.
     lists = [c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
-    scope = [module, *lists]
+    scope = [module, *(part for each in lists for part in each.modules())]
     if any(True for part in scope for _ in part.parameters(recurse=False)):
         yield LayerUser(name=path, module=module, scope=scope, is_layer=False)
     for name, child in module.named_children():
@@ -243,8 +243,6 @@ def _require_no_other_references(module: nn.Module, names: dict[nn.Parameter, st
     """Raises if a module has another reference to a parameter, which would keep old values."""
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
-            if attribute in ("_parameters", "_modules", "_buffers"):
-                continue
             for leaf in _parameters_in(value):
                 if leaf in names:
                     raise UsageError(

@@ -184,9 +184,15 @@ def test_shared_weights_and_modules_are_gathered_with_their_first_owner(ranks: R
     ranks.run(program)
 
 
-def test_a_module_inside_of_a_layer_is_no_layer_of_its_own_by_another_name(ranks: Ranks) -> None:
-    def program(rank: int) -> list[str]:
-        ours = FullyShardedDataParallel(Shared(), prefetch=1)
+def _known_log(ranks: Ranks, make: Callable[[], nn.Module], prefetch: int) -> list[str]:
+    """Returns the launches and forwards of a pass whose order is known."""
+
+    def program(_rank: int) -> list[str]:
+        model = make()
+        ours = FullyShardedDataParallel(model, prefetch=prefetch)
+        for name, part in model.named_modules():
+            if name:
+                part.register_forward_pre_hook(lambda *_, name=name: ranks.note(name))
         for _ in range(2):
             ranks.taken()
             output = ours(torch.ones(8))
@@ -194,8 +200,32 @@ def test_a_module_inside_of_a_layer_is_no_layer_of_its_own_by_another_name(ranks
             output.sum().backward()
         return log
 
+    first, second = ranks.run(program)
+    assert first == second
+    return first
+
+
+def test_a_module_inside_of_a_layer_is_no_layer_of_its_own_by_another_name(ranks: Ranks) -> None:
     # One layer ahead: while the second runs, all of the pair is on its way, and then the first.
-    assert ranks.run(program)[0] == ["all-gather 4", "all-gather 36", "all-gather 4"]
+    assert _known_log(ranks, Shared, 1) == [
+        *("all-gather 4", "first", "all-gather 36", "second"),
+        *("all-gather 4", "outer.0", "outer.0.first", "outer.0.second", "first"),
+    ]
+
+
+def test_a_module_with_two_names_is_one_layer(ranks: Ranks) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (Sized(size) for size in (1, 2, 3))
+            self.also_b = self.b
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.also_b(self.a(x)))
+
+    assert _known_log(ranks, Named, 2) == [
+        *("all-gather 4", "all-gather 8", "all-gather 12", "a", "b", "c")
+    ]
 
 
 class Attention(nn.Module):
@@ -242,7 +272,18 @@ class ReadsAfterwards(nn.Module):
         return torch.tanh(self.inner(x.view(2, 4))) @ self.weight
 
 
-@pytest.mark.parametrize("model", [Recurrent, ReadsAfterwards])
+class Numbers(nn.Module):
+    """Has a list of numbers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList([nn.ParameterList([torch.ones(4)]), torch.ones(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(2, 4) * self.shifts[0][0] + self.shifts[1]
+
+
+@pytest.mark.parametrize("model", [Recurrent, ReadsAfterwards, Numbers])
 def test_parameters_are_there_for_all_that_read_them(ranks: Ranks, model: Any) -> None:
     _gathers(ranks, model)
 
@@ -355,6 +396,17 @@ def test_another_reference_to_a_parameter_is_refused(keep: Callable[[nn.Paramete
         nested = nn.Sequential(nn.Linear(4, 4), _Aliased(keep))
         with pytest.raises(UsageError, match=r"'1' keeps parameter '1\.weight' in 'kept' too"):
             FullyShardedDataParallel(nested)
+
+    with fsdp_ranks(1) as ranks:
+        ranks.run(program)
+
+
+def test_a_parameter_that_is_a_buffer_too_is_refused() -> None:
+    def program(_rank: int) -> None:
+        model = nn.Linear(2, 2)
+        model.register_buffer("kept", model.weight)
+        with pytest.raises(UsageError, match="'Linear' keeps parameter 'weight' in '_buffers' too"):
+            FullyShardedDataParallel(model)
 
     with fsdp_ranks(1) as ranks:
         ranks.run(program)

@@ -198,7 +198,7 @@ def test_a_pass_in_another_order_gathers_ahead_up_to_the_first_difference(ranks:
     ]
 
     def program(rank: int) -> None:
-        ours, model = _make(ranks)
+        ours, _ = _make(ranks)
         for step, order in enumerate(orders):
             ranks.taken()
             output = ours(data(step, rank), order)
