@@ -73,12 +73,12 @@ class ForwardPass:
 class BackwardPass:
     """The progress of a backward pass."""
 
-    completes: bool
-    """Whether it completes gradients of parameters at all."""
     averages: bool
     """Whether its gradients are averaged when it ends, instead of staying local."""
     keeps_graph: bool
     """Whether a later pass differentiates its operations, which need the full parameters too."""
+    completes: bool = False
+    """Whether it completes gradients of parameters at all."""
     weight: RankWeight | None = None
     """Weight of this rank's gradients; None if all ranks have equal weight."""
     forward: ForwardPass = dataclasses.field(default_factory=ForwardPass)
@@ -251,6 +251,8 @@ class Schedule:
     def take_gradient(self, number: int, index: int) -> None:
         """Moves a gradient that backward has completed into its layer's message."""
         backward = self._backward or self._begin_backward(None)
+        if not backward.completes:  # A reentrant checkpoint completes gradients in its own pass.
+            self._begin_completing(backward)
         self._layers[number].gradients.take(index, keep=not backward.averages)
 
     def _next_layers(self) -> list[ShardedLayer]:
@@ -274,19 +276,23 @@ class Schedule:
             synchronizes = (
                 self._sync_state.forward_synchronizes if forward is None else forward.synchronizes
             )
-            completes = self._completes_gradients()
             self._backward = BackwardPass(
-                completes=completes,
                 averages=self._sync_state.synchronize and synchronizes,
                 keeps_graph=torch.is_grad_enabled() and forward is not None,
             )
-            if completes and self._backward.averages:
-                self._traffic.records_times = self._sync_state.records_statistics
-                self._traffic.begin_backward()
-                num_ranks = self._layers[0].sharding.num_ranks
-                self._backward.weight = self._sync_state.take_weight(num_ranks)
+            if self._completes_gradients():
+                self._begin_completing(self._backward)
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
+
+    def _begin_completing(self, backward: BackwardPass) -> None:
+        """Notes that a pass completes gradients, which are averaged with this rank's weight."""
+        backward.completes = True
+        if backward.averages:
+            self._traffic.records_times = self._sync_state.records_statistics
+            self._traffic.begin_backward()
+            num_ranks = self._layers[0].sharding.num_ranks
+            backward.weight = self._sync_state.take_weight(num_ranks)
 
     def _completes_gradients(self) -> bool:
         """Returns whether the pass reaches parameters, not only inputs."""

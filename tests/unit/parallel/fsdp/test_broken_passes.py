@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from paceline.devices import accelerator
 from paceline.parallel import FullyShardedDataParallel
@@ -67,6 +69,44 @@ def test_one_rank_alone_goes_on(where: str, with_gradients: bool) -> None:
         for step in (1, 2):
             ours(data(step, rank)).sum().backward()
             oracle(data(step, rank)).sum().backward()
+        require_gradients(ours, oracle, 0, 1)
+
+    with fsdp_ranks(1) as ranks:
+        ranks.run(program)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_one_rank_alone_goes_on_after_it_was_interrupted(reentrant: bool | None) -> None:
+    """An interrupt calls no hooks; with a checkpoint, it comes while a layer is recomputed."""
+
+    class Checkpointed(Blocks):
+        def forward(self, x: Tensor, order: Any = None) -> Tensor:
+            x = x.clone().requires_grad_()
+            for block in self.blocks:
+                x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    def program(rank: int) -> None:
+        ours, oracle = FullyShardedDataParallel(Checkpointed(silent, 3)), Checkpointed(silent, 3)
+        for _ in range(2):
+            num_calls = 0
+
+            def interrupt(*_: Any) -> None:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == (1 if reentrant is None else 2):
+                    raise KeyboardInterrupt
+
+            handle = ours.module.blocks[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ours(data(0, rank)).sum().backward()
+            handle.remove()
+            if reentrant is None:
+                assert all(isinstance(shard, DTensor) for shard in ours.parameters())
+        for step in (1, 2):
+            ours(data(step, rank)).sum().backward()
+            oracle(data(step, rank)).sum().backward()
+            assert not any(layer.num_present_bytes for layer in ours._layers)
         require_gradients(ours, oracle, 0, 1)
 
     with fsdp_ranks(1) as ranks:

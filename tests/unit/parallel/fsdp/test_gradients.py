@@ -1,6 +1,7 @@
 """The gradients and values of the fully sharded container against one process with all data."""
 
 import copy
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -572,9 +573,10 @@ def test_gradients_of_replicas_are_summed_while_backward_goes_on() -> None:
         assert ranks.run(program)[0] == [*sums, *waits]
 
 
-def test_a_wait_for_parameters_is_a_wait_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter(range(10**6))
-    monkeypatch.setattr("paceline.parallel.traffic.now", lambda _device: float(next(moments)))
+def test_statistics_have_the_messages_and_all_waits_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moments = [itertools.count(), itertools.count()]
 
     def program(rank: int) -> list[Any]:
         ours = FullyShardedDataParallel(Blocks(silent, 2))
@@ -583,29 +585,37 @@ def test_a_wait_for_parameters_is_a_wait_of_the_step(monkeypatch: pytest.MonkeyP
         assert ours.synchronization_stats() is None  # Not recorded.
         assert ours.message_bytes() == [2 * 12 * 4, 2 * 8 * 4]
         ours.record_statistics()
-        ours(data(1, rank)).sum().backward()
-        stats = ours.synchronization_stats()
-        assert [bucket.num_bytes for bucket in stats.buckets] == ours.message_bytes()
-        assert [bucket.num_parameters for bucket in stats.buckets] == [1, 1]
-        for bucket in stats.buckets:
-            assert 0 < bucket.launch_s < bucket.finish_s
-        first, second = stats.buckets
-        assert first.launch_s < second.launch_s
-        assert stats.backward_s < second.finish_s
-        # Two all-gathers in forward, one in backward, two reduce-scatters; each takes one moment
-        # or more: between its reading of the clock other ranks read it.
-        assert stats.exposed_wait_s >= 5
-        with torch.no_grad():
-            ours(data(2, rank))
-        assert ours.synchronization_stats() == stats
+        found = []
+        for step in range(2):
+            ours(data(step, rank)).sum().backward()
+            stats = ours.synchronization_stats()
+            assert stats is not None
+            found.append(stats)
+            assert [bucket.num_bytes for bucket in stats.buckets] == ours.message_bytes()
+            assert [bucket.num_parameters for bucket in stats.buckets] == [1, 1]
+            first, second = stats.buckets
+            assert 0 < first.launch_s < second.launch_s < first.finish_s < second.finish_s
+            assert second.launch_s - stats.backward_s < second.finish_s
+            # Each wait lasts from one reading of the clock to the next: two all-gathers in
+            # forward, one in backward, and two reduce-scatters.
+            assert stats.exposed_wait_s == 5
+            with torch.no_grad():
+                ours(data(2, rank))  # Its waits belong to no step.
+            assert ours.synchronization_stats() == stats
+        assert found[0] == found[1]
         ours.record_statistics(False)
         ours(data(1, rank)).sum().backward()
         assert ours.synchronization_stats() is None
-        return [bucket.num_bytes for bucket in stats.buckets]
+        return found
 
     with fsdp_ranks(2) as ranks:
+        monkeypatch.setattr(
+            "paceline.parallel.traffic.now", lambda _device: float(next(moments[ranks.device.rank]))
+        )
         first, second = ranks.run(program)
     assert first == second
+    # The clock is read twice for messages and four times for waits, and then for the end.
+    assert first[0].backward_s == 7
 
 
 class _Seeing(nn.Module):

@@ -187,7 +187,10 @@ def test_evaluation_gathers_ahead_and_leaves_nothing(
 
 
 def test_a_pass_in_another_order_gathers_ahead_up_to_the_first_difference(ranks: Ranks) -> None:
-    orders = [(0, 1, 2, 3, 4), (0, 1, 4, 3, 2), (0, 1, 4, 3, 2), (0, 1), (0, 1, 2, 3)]
+    orders = [
+        *((0, 1, 2, 3, 4), (0, 1, 4, 3, 2), (0, 1, 4, 3, 2), (0, 1)),
+        *((0, 1, 2, 3), (0, 1, 2, 3, 4), (0, 4, 1)),
+    ]
     gathers = [
         [*gather(0), "f0", *gather(1), "f1", *gather(2), "f2", *gather(3), "f3", *gather(4), "f4"],
         # The two that were gathered ahead before block 4 came are not gathered again.
@@ -195,6 +198,8 @@ def test_a_pass_in_another_order_gathers_ahead_up_to_the_first_difference(ranks:
         [*gather(0, 1, 4), "f0", *gather(3), "f1", *gather(2), "f4", "f3", "f2"],
         [*gather(0, 1, 4), "f0", *gather(3), "f1"],
         [*gather(0, 1), "f0", "f1", *gather(2), "f2", *gather(3), "f3"],
+        [*gather(0, 1, 2), "f0", *gather(3), "f1", "f2", "f3", *gather(4), "f4"],
+        [*gather(0, 1, 2), "f0", *gather(4), "f4", "f1"],
     ]
 
     def program(rank: int) -> None:
@@ -296,6 +301,41 @@ def test_several_forward_passes_before_backward_each_send_their_gradients(
         ranks.run(program, seed)
 
 
+def test_a_pass_whose_loss_is_not_used_leaves_nothing_for_the_next(ranks: Ranks) -> None:
+    def program(rank: int) -> None:
+        ours, model = _make(ranks)
+        ours(data(0, rank)).sum().backward()
+        ours(data(1, rank))
+        assert model.present() == [4]
+        ranks.taken()
+        output = ours(data(2, rank))
+        log = ranks.taken()
+        assert log[:4] == [*gather(0, 1, 2), "forward 0"]
+        assert _only("all-gather", log) == gather(0, 1, 2, 3, 4)
+        output.sum().backward()
+        require_gradients(ours, _oracle([(0, None), (2, None)]), rank, 2)
+
+    ranks.run(program)
+
+
+def test_a_frozen_layer_below_all_trained_ones_is_not_gathered_in_backward(ranks: Ranks) -> None:
+    def program(rank: int) -> None:
+        model, oracle = Blocks(silent, 3), Blocks(silent, 3)
+        for one in (model, oracle):
+            one.blocks[0].requires_grad_(False)
+        ours = FullyShardedDataParallel(model)
+        for step in range(2):
+            output = ours(data(step, rank))
+            ranks.taken()
+            output.sum().backward()
+            assert ranks.taken() == [*gather(*((1,) if step else (2, 1))), *send(2, 1)]
+            for other in range(2):
+                (oracle(data(step, other)).sum() / 2).backward()
+        require_gradients(ours, oracle, rank, 2)
+
+    ranks.run(program)
+
+
 def test_gradients_of_the_input_alone_send_nothing_and_leave_nothing(ranks: Ranks) -> None:
     def program(rank: int) -> None:
         ours, model = _make(ranks, 3)
@@ -387,6 +427,32 @@ def test_recomputed_layers_are_gathered_again_and_sent(ranks: Ranks, reentrant: 
 
     for seed in range(3):
         ranks.run(program, seed)
+
+
+def test_a_pass_that_ends_in_a_recomputed_layer_is_synchronised_as_its_forward_was(
+    ranks: Ranks,
+) -> None:
+    class Recomputed(Blocks):
+        def forward(self, x: Tensor, order: Any = None) -> Tensor:
+            x = x.clone().requires_grad_()
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    def program(rank: int) -> None:
+        ours, oracle = FullyShardedDataParallel(Recomputed(silent, 2)), Recomputed(silent, 2)
+        with ours.no_sync():
+            output = ours(data(0, rank))
+        output.sum().backward()
+        assert not _only("reduce", ranks.taken())
+        ours(data(1, rank)).sum().backward()
+        assert _only("reduce", ranks.taken()) == send(0, 1)
+        for step in range(2):
+            for other in range(2):
+                (oracle(data(step, other)).sum() / 2).backward()
+        require_gradients(ours, oracle, rank, 2)
+
+    ranks.run(program)
 
 
 class _Twice(nn.Module):
