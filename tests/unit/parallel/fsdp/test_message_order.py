@@ -358,6 +358,23 @@ def test_gradients_of_the_input_alone_send_nothing_and_leave_nothing(ranks: Rank
     ranks.run(program)
 
 
+def test_gradients_of_full_parameters_are_returned_and_not_sent(ranks: Ranks) -> None:
+    def program(rank: int) -> None:
+        ours, model = _make(ranks, 2)
+        oracle = Blocks(silent, 2)
+        loss = ours(data(0, rank)).sum()
+        ((full,),) = (block.seen for block in model.blocks[:1])
+        (gradient,) = torch.autograd.grad(loss, full)
+        weight = oracle.blocks[0].weight
+        (expected,) = torch.autograd.grad(oracle(data(0, rank)).sum(), weight)
+        torch.testing.assert_close(gradient, expected)
+        assert not _only("reduce", ranks.taken())
+        assert all(parameter.grad is None for parameter in ours.parameters())
+        assert not model.present()
+
+    ranks.run(program)
+
+
 def test_backward_of_part_of_the_layers_sends_the_same_on_all_ranks(ranks: Ranks) -> None:
     class Detached(Blocks):
         def forward(self, x: Tensor, order: Any = None) -> Tensor:

@@ -179,6 +179,26 @@ def test_a_model_on_the_meta_device_is_initialised_once_and_alike() -> None:
                     assert torch.equal(state[name], expected), name
 
 
+def test_only_modules_with_numbers_of_their_own_are_initialised_each_once() -> None:
+    called: list[nn.Module] = []
+
+    def program(_rank: int) -> None:
+        with torch.device("meta"):
+            shared = nn.Linear(2, 2)
+            model = nn.Sequential(
+                nn.Sequential(shared, nn.Tanh()),
+                nn.Sequential(shared, nn.BatchNorm1d(2)),
+                nn.Tanh(),
+            )
+        FullyShardedDataParallel(
+            model, wrap=WrapPolicy(classes=(nn.Sequential,)), initialize=called.append
+        )
+        assert called == [shared, model[1][1]]
+
+    with fsdp_ranks(1) as ranks:
+        ranks.run(program)
+
+
 def test_a_model_on_the_meta_device_has_one_full_layer_at_a_time() -> None:
     alive: list[int] = []
 
