@@ -178,8 +178,12 @@ class Traffic:
 
     def wait(self, pending: Pending, message: int | None = None) -> None:
         """Makes the current stream wait for an operation, by index if it is a gradient message."""
-        with named_range(WAIT), self.waiting(message):
-            pending.wait()
+        with named_range(WAIT):
+            if not self._step.keeps_time:
+                pending.wait()
+                return
+            with self.waiting(message):
+                pending.wait()
 
     @contextlib.contextmanager
     def waiting(self, message: int | None = None) -> Iterator[None]:

@@ -157,12 +157,12 @@ def works_in_place(device: torch.device) -> bool:
 
 def sends_directly(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether ranks exchange messages directly; the two collectives may then interleave."""
-    return not works_in_place(device) and dist.get_world_size(group) <= _MOST_PEERS
+    return not works_in_place(device) and group.size() <= _MOST_PEERS
 
 
 def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
     """Starts a reduce-scatter of flat messages; their length must be a multiple of the ranks."""
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    num_ranks, rank = group.size(), group.rank()
     rows = message.view(num_ranks, message.numel() // num_ranks)
     if num_ranks == 1:
         return ReduceScatter(message, [rows[0]], [])
@@ -173,15 +173,16 @@ def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceSca
         summands = torch.empty_like(rows)
         work = dist.all_to_all_single(summands, rows, group=group, async_op=True)
         return ReduceScatter(message, summands.unbind(), [work])
-    received = torch.empty_like(rows[1:])
+    received = torch.empty_like(rows[1:]).unbind()
     peers = _peers(rank, num_ranks)
+    of_ranks = rows.unbind()
     works = _swap(
-        {peer: rows[peer] for peer in peers},
+        {peer: of_ranks[peer] for peer in peers},
         dict(zip(peers, received, strict=True)),
         group,
         _REDUCE_SCATTER_TAG,
     )
-    return ReduceScatter(message, [rows[rank], *received], works, direct=True)
+    return ReduceScatter(message, [of_ranks[rank], *received], works, direct=True)
 
 
 def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup) -> Pending:
@@ -190,7 +191,7 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
     On each rank, its own shard holds the values to send. `borders` are the start of each rank's
     shard, followed by the end of the last one.
     """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    num_ranks, rank = group.size(), group.rank()
     name = "all-gather"
     if num_ranks == 1 or not flat.numel():
         return Pending(name, flat.nbytes, [], flat.device)
@@ -212,13 +213,14 @@ def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGr
 
 
 def _cut(flat: Tensor, borders: Sequence[int]) -> list[Tensor]:
-    return [flat[begin:end] for begin, end in itertools.pairwise(borders)]
+    sizes = [end - begin for begin, end in itertools.pairwise(borders)]
+    return list(flat.split_with_sizes(sizes))
 
 
 def _gather_by_collectives(
     flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    rank = dist.get_rank(group)
+    rank = group.rank()
     own = flat[borders[rank] : borders[rank + 1]]
     # A range means equal shards, which need not be sliced: there may be thousands.
     if isinstance(borders, range):
@@ -243,23 +245,23 @@ def _swap(
     sent: dict[int, Tensor], received: dict[int, Tensor], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work | None]:
     """Starts receives from and sends to other ranks; both sides skip empty tensors."""
-    receipts = [
-        dist.irecv(tensor, group=group, group_src=peer, tag=tag)
-        for peer, tensor in received.items()
-        if tensor.numel()
+    # The group's own methods, because torch's functions check what is known here: they cost more
+    # of a small layer's time than the message itself.
+    works: list[dist.Work | None] = [
+        group.recv([tensor], peer, tag) for peer, tensor in received.items() if tensor.numel()
     ]
-    return receipts + [
-        dist.isend(tensor, group=group, group_dst=peer, tag=tag)
-        for peer, tensor in sent.items()
-        if tensor.numel()
-    ]
+    works += [group.send([tensor], peer, tag) for peer, tensor in sent.items() if tensor.numel()]
+    return works
+
+
+def _unseen_by_profilers() -> contextlib.AbstractContextManager[None]:
+    if torch.autograd.profiler._is_profiler_enabled:
+        return _without_recorded_functions()
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _unseen_by_profilers() -> Iterator[None]:
-    if not torch.autograd.profiler._is_profiler_enabled:
-        yield
-        return
+def _without_recorded_functions() -> Iterator[None]:
     torch._C._autograd._enable_record_function(False)
     try:
         yield
