@@ -392,9 +392,14 @@ def view_like(parameter: Tensor, piece: Tensor) -> Tensor:
     """Returns a view of a flat piece in a parameter's shape, with its strides if it is dense."""
     if parameter.is_complex():
         return torch.view_as_complex(piece.view(*parameter.shape, 2))
+    return piece.as_strided(*shape_and_strides(parameter), piece.storage_offset())
+
+
+def shape_and_strides(parameter: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Returns a real parameter's shape, and its strides if it is dense, or else contiguous ones."""
     if _is_dense(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
-    return piece.view(parameter.shape)
+        return parameter.shape, parameter.stride()
+    return parameter.shape, torch.empty(parameter.shape, device="meta").stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:

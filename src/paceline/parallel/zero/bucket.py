@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.core.errors import UsageError
 from paceline.devices.accelerator import Moment
-from paceline.parallel.buckets import BucketPlan, GradientBucket, RankWeight, view_like
+from paceline.parallel.buckets import BucketPlan, GradientBucket, RankWeight, shape_and_strides
 from paceline.parallel.ranks.collectives import GroupReference, ReduceScatter, start_reduce_scatter
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.zero.flat_parameters import FlatParameters
@@ -117,6 +117,8 @@ class ShardedParameters:
     def __init__(self, flats: Sequence[FlatParameters], group: GroupReference) -> None:
         self.flats = flats
         self.group = group
+        self._ids = {id(parameter) for flat in flats for parameter in flat.parameters}
+        """Identities of the parameters, which live as long as this object."""
         self._find_optimizer: Callable[[], Optimizer | None] = lambda: None
         self._missing: list[int] = []
         self._passes: list[tuple[Tensor, Pending]] = []
@@ -129,6 +131,9 @@ class ShardedParameters:
     def has_optimizer(self) -> bool:
         """Whether an optimizer is attached and alive."""
         return self._find_optimizer() is not None
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._ids
 
     def attach(self, optimizer: Optimizer) -> None:
         """Registers the optimizer that updates this rank's shards."""
@@ -241,6 +246,11 @@ class ShardedBucket(GradientBucket):
         self._sends_counts = sends_counts
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
+        self._places = [
+            (*_shape_and_strides(parameter), slot.offset)
+            for slot, parameter in zip(plan.slots, self.parameters, strict=True)
+        ]
+        """Shape, strides and offset of each view of the buffer."""
         self._missing: dict[nn.Parameter, int] = {}
         """Parameters without a gradient on this rank, and their indices in the container."""
         self._reduce_scatter: ReduceScatter | None = None
@@ -338,14 +348,15 @@ class ShardedBucket(GradientBucket):
         self._buffer = torch.empty(num_elements, dtype=self._message_dtype, device=self.plan.device)
         for begin, end in self._gaps:
             self._buffer[begin:end] = 0  # The optimizer updates the gaps together with the shards.
-        pieces = [slot.piece_of(self._buffer) for slot in self.plan.slots]
-        self._views = [
-            # Complex numbers are sent as pairs of reals: there are no narrow complex dtypes.
-            piece.view(*parameter.shape, 2)
-            if parameter.is_complex()
-            else view_like(parameter, piece)
-            for piece, parameter in zip(pieces, self.parameters, strict=True)
-        ]
+        self._views = [self._buffer.as_strided(*place) for place in self._places]
+
+
+def _shape_and_strides(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    if not parameter.is_complex():
+        return shape_and_strides(parameter)
+    # Complex numbers are sent as pairs of reals: there are no narrow complex dtypes.
+    pairs = torch.empty((*parameter.shape, 2), device="meta")
+    return pairs.shape, pairs.stride()
 
 
 def _gaps(plan: BucketPlan, num_elements: int) -> Iterator[tuple[int, int]]:

@@ -34,7 +34,7 @@ from paceline.parallel.ddp import DataParallel, bucket_cap_bytes
 from paceline.parallel.ranks.collectives import works_in_place
 from paceline.parallel.reducer import GradientSynchronizer, LaunchPolicy
 from paceline.parallel.traffic import SynchronizationStats
-from paceline.parallel.zero.bucket import ShardedBucket, ShardedParameters, find_sharded_parameters
+from paceline.parallel.zero.bucket import ShardedBucket, ShardedParameters
 from paceline.parallel.zero.flat_parameters import FlatParameters, Partition, shard_evenly
 
 
@@ -198,8 +198,7 @@ class ShardedDataParallel(DataParallel):
             unknown = [
                 name
                 for name, parameter in self.module.named_parameters()
-                if parameter.requires_grad
-                and find_sharded_parameters(parameter) is not self._shared
+                if parameter.requires_grad and parameter not in self._shared
             ]
         for name in unknown:
             raise UsageError(
