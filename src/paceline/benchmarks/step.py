@@ -84,9 +84,15 @@ class TimedStep:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(named_range(FORWARD))
             contexts.enter_context(torch.set_grad_enabled(self.phase != "forward"))
-            if self._autocast_dtype is not None:
-                contexts.enter_context(torch.autocast(self.device.type, self._autocast_dtype))
-            return next_token_loss(self.model(self.inputs), self.targets)
+            # As in the trainer, the loss is outside: autocast's copies of weights end before it.
+            with self._autocast():
+                logits = self.model(self.inputs)
+            return next_token_loss(logits, self.targets)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates gradients."""

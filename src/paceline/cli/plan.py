@@ -98,7 +98,7 @@ class MemoryCommand:
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for strategies that reduce-scatter buckets."""
     device: DeviceChoice | None = None
-    """Device whose memory the step must fit into."""
+    """Device whose memory the step must fit into; without one, the memory is that on a CPU."""
     figure: FigurePath | None = None
     """Also draw the memory of the step: a file that ends in .png or .svg."""
     shape: ShapeOverrides = dataclasses.field(default_factory=ShapeOverrides)
@@ -132,6 +132,7 @@ class MemoryCommand:
             attention=self.attention,
             precision=precision_preset(self.precision),
             bucket_size_mb=self.bucket_size_mb,
+            on_accelerator=self.device is not None,
         )
         device = None if self.device is None else find_device(self.device)
         instants = plan.instants(self.world_size)

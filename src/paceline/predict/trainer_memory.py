@@ -141,14 +141,19 @@ class _Stage:
 
 
 def trainer_memory(
-    layout: ParallelLayout, shape: ModelShape, batch: BatchShape, precision: Precision = _FLOAT32
+    layout: ParallelLayout,
+    shape: ModelShape,
+    batch: BatchShape,
+    precision: Precision = _FLOAT32,
+    *,
+    on_accelerator: bool = False,
 ) -> MemoryParts:
     """Returns the peak memory of a step on the rank that uses the most, by part.
 
     Gradients are those that the optimizer updates with; at the peak, activations may still have
-    their place.
+    their place. On accelerators, other kernels compute than on CPUs.
     """
-    sizes = _sizes(layout, shape, batch, precision)
+    sizes = _sizes(layout, shape, batch, precision, on_accelerator=on_accelerator)
     ranks = []
     for rank in range(layout.pipeline):
         stages = _stages(layout, shape, batch, sizes, rank)
@@ -157,20 +162,29 @@ def trainer_memory(
 
 
 def _sizes(
-    layout: ParallelLayout, shape: ModelShape, batch: BatchShape, precision: Precision
+    layout: ParallelLayout,
+    shape: ModelShape,
+    batch: BatchShape,
+    precision: Precision,
+    *,
+    on_accelerator: bool,
 ) -> _Sizes:
     tensor = layout.tensor
     counted = count_parameters(shape)
     matrices = (counted.attention + counted.feed_forward) / shape.num_layers
     numbers = _BYTES * batch.tokens_per_pass / layout.context
     split = tensor if layout.sequence_parallel else 1
-    norms = (4 / split + 2) * shape.d_model
+    # On an accelerator, norms do not keep their scaled inputs.
+    norms = ((2 if on_accelerator else 4) / split + 2) * shape.d_model
     keys = 2 * layout.context * shape.key_value_width
     divided = 3 * shape.attention_width + keys + 4 * shape.d_ff
     stream = numbers * shape.d_model / split
     activations = numbers * (norms + divided / tensor)
     if precision != _FLOAT32:
-        ours, float32 = (_saved_by_block(shape, batch, each) for each in (precision, _FLOAT32))
+        ours, float32 = (
+            _saved_by_block(shape, batch, each, on_accelerator=on_accelerator)
+            for each in (precision, _FLOAT32)
+        )
         activations = activations * ours.activations / float32.activations
         activations += ours.weight_copies / tensor
     recomputes = layout.activation_checkpointing == "full"
@@ -188,12 +202,17 @@ def _sizes(
     )
 
 
-def _saved_by_block(shape: ModelShape, batch: BatchShape, precision: Precision) -> SavedForBackward:
+def _saved_by_block(
+    shape: ModelShape, batch: BatchShape, precision: Precision, *, on_accelerator: bool
+) -> SavedForBackward:
     """Returns what a block saves for backward on one device: what a second block adds."""
     batch = dataclasses.replace(batch, accumulation_steps=1)
     one, two = (
         count_activations(
-            dataclasses.replace(shape, num_layers=number), batch, precision=precision
+            dataclasses.replace(shape, num_layers=number),
+            batch,
+            precision=precision,
+            on_accelerator=on_accelerator,
         ).saved
         for number in (1, 2)
     )

@@ -125,11 +125,19 @@ def resolve(
     num_ranks: int,
     calibration: pathlib.Path | None = None,
     hardware: str | None = None,
+    *,
+    on_accelerator: bool | None = None,
 ) -> ResolvedRun:
     """Resolves a run, with the user's earlier runs as history; arguments as in `forecast`."""
     layout = layout_of(config, num_ranks)
     predicted = forecast(
-        config, num_ranks, calibration, history=_earlier_runs(), hardware=hardware, layout=layout
+        config,
+        num_ranks,
+        calibration,
+        history=_earlier_runs(),
+        hardware=hardware,
+        layout=layout,
+        on_accelerator=on_accelerator,
     )
     return ResolvedRun(config=config, layout=layout, forecast=predicted)
 
@@ -143,6 +151,7 @@ def forecast(
     history: Sequence[HistoryEntry] = (),
     hardware: str | None = None,
     layout: ParallelLayout | None = None,
+    on_accelerator: bool | None = None,
 ) -> Forecast:
     """Predicts a run.
 
@@ -154,6 +163,8 @@ def forecast(
         history: Earlier predictions and measurements.
         hardware: The machine, to select from the history; by default that of the calibration.
         layout: Its layout, if it is already known.
+        on_accelerator: Whether the ranks compute on accelerators, whose kernels need other memory
+            than a CPU's. If it is not known, they do if the config names one.
     """
     layout = layout or layout_of(config, world_size)
     described = _described(config.model)
@@ -163,7 +174,10 @@ def forecast(
     passes = config.training.num_passes(layout.data_parallel)
     own = -(-config.training.batch_size // layout.data_parallel)
     batch = BatchShape(num_sequences=-(-own // passes), context_length=config.data.context_length)
-    memory = _memory(config, shape, layout, batch, passes, world_size)
+    if on_accelerator is None:
+        on_accelerator = config.parallel.device not in ("auto", "cpu")
+    step = dataclasses.replace(batch, accumulation_steps=passes)
+    memory = _memory(config, shape, layout, step, world_size, on_accelerator=on_accelerator)
     step_time_s = None
     if calibration is not None:
         known = calibrations(RecordStore(calibration).read())
@@ -172,7 +186,6 @@ def forecast(
         strategy = config.parallel.strategy_on(world_size)
         strategy = _SAME_COLLECTIVES.get(strategy, strategy)
         if needs_mesh(layout) or strategy not in PREDICTED:
-            step = dataclasses.replace(batch, accumulation_steps=passes)
             time = layout_step_time(layout, shape, step, ranks, inside_host(known, ranks))
             step_time_s = float(time.total_s.item())
         else:
@@ -228,22 +241,23 @@ def _memory(
     config: RunConfig,
     shape: ModelShape,
     layout: ParallelLayout,
-    batch: BatchShape,
-    passes: int,
+    step: BatchShape,
     world_size: int,
+    *,
+    on_accelerator: bool,
 ) -> MemoryParts:
     precision = precision_preset(config.training.precision)
     if needs_mesh(layout):
-        step = dataclasses.replace(batch, accumulation_steps=passes)
-        return trainer_memory(layout, shape, step, precision)
+        return trainer_memory(layout, shape, step, precision, on_accelerator=on_accelerator)
     return step_memory(
         shape,
-        batch,
+        step,
         precision,
         config.parallel.strategy_on(world_size),
         world_size,
         activation_checkpointing=config.model.activation_checkpointing,
         bucket_size_mb=config.parallel.bucket_size_mb,
+        on_accelerator=on_accelerator,
     )["before_step"]
 
 

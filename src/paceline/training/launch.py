@@ -138,12 +138,13 @@ def _be_rank(config: RunConfig, options: LaunchOptions, restarts: tuple[Restart,
 
 def _require_startable(config: RunConfig, num_ranks: int | None) -> int:
     """Checks the config before starting ranks, which takes seconds; returns their number."""
-    if accelerator.device_type(config.parallel.device) == "cpu":
+    on_accelerator = accelerator.device_type(config.parallel.device) != "cpu"
+    if not on_accelerator:
         num_ranks = num_ranks or config.parallel.default_ranks
         rank_bytes = usable_bytes(torch.device("cpu"), num_ranks)
     else:
         # Each rank queries its own GPU: a query here would use memory on the first one.
         num_ranks = num_ranks or accelerator.num_accelerators()
         rank_bytes = None
-    require_startable(config, num_ranks, rank_bytes)
+    require_startable(config, num_ranks, rank_bytes, on_accelerator=on_accelerator)
     return num_ranks

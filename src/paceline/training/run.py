@@ -102,6 +102,7 @@ def run(
             # Only rank 0 reports the predicted time, and other hosts may not have the records.
             None if session.rank else calibration,
             describe_hardware(session.device).hardware,
+            on_accelerator=session.device.type != "cpu",
         )
 
         def open_observers() -> Observers:
@@ -146,15 +147,17 @@ def require_startable(
     rank_bytes: int | None,
     calibration: pathlib.Path | None = None,
     hardware: str | None = None,
+    *,
+    on_accelerator: bool | None = None,
 ) -> ResolvedRun:
     """Resolves a run, or raises for errors that can be detected before any rank starts.
 
     `rank_bytes` is the device memory that each rank may use; None if unknown. Earlier runs on the
-    same hardware correct the forecast.
+    same hardware correct the forecast, whose other arguments are as in `forecast`.
     """
     require_data(config)
     require_sinks(config.logging.sinks)
-    resolved = resolve(config, num_ranks, calibration, hardware)
+    resolved = resolve(config, num_ranks, calibration, hardware, on_accelerator=on_accelerator)
     data_ranks = resolved.layout.data_parallel
     if config.training.batch_size < data_ranks:
         raise UsageError(

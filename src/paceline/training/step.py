@@ -155,15 +155,19 @@ class TrainingStep:
             is_local = number < passes
             with without_synchronization(self._model) if is_local else contextlib.nullcontext():
                 beat(Phase.FORWARD)
-                with self.autocast():
-                    logits = self._model(inputs)
-                loss = summed_loss(logits, expected)
+                loss = self._loss(inputs, expected)
                 # Cancels the division by the number of ranks in the gradient average.
                 scaled = loss * (self._shard.gradient_ranks * counts / batch_tokens)
                 beat(Phase.BACKWARD)
                 scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * counts
         return total / batch_tokens
+
+    def _loss(self, inputs: Tensor, expected: Tensor) -> Tensor:
+        """Returns the loss summed over tokens. Its caller holds no logits while backward runs."""
+        with self.autocast():
+            logits = self._model(inputs)
+        return summed_loss(logits, expected)
 
     def _clip(self, max_norm: float) -> Tensor:
         if self._parallel_model is None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -128,6 +129,23 @@ def test_requests_to_stop_and_digests_are_told(stop: bool) -> None:
     digest = 2**63 + 12345
     result = _step(_model()).run(*_batch(), stop=stop, digest=digest)
     assert (result.stop, result.digest, result.is_committed) == (stop, digest, True)
+
+
+@pytest.mark.parametrize("micro_batch_size", [BATCH, 2])
+def test_no_logits_are_held_while_backward_or_the_next_pass_runs(micro_batch_size: int) -> None:
+    model = _model()
+    made: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+
+    def look(*_: object) -> None:
+        held.append(sum(logits() is not None for logits in made))
+
+    model.register_forward_pre_hook(look)
+    model.register_forward_hook(lambda _module, _inputs, out: made.append(weakref.ref(out)))
+    next(model.parameters()).register_hook(look)
+    _step(model, micro_batch_size=micro_batch_size).forward_and_backward(*_batch())
+    assert len(made) == -(-BATCH // micro_batch_size)
+    assert held == [0] * 2 * len(made)
 
 
 def test_a_step_is_finite_if_loss_and_norm_are() -> None:

@@ -1,11 +1,11 @@
 """Activations saved for backward, and the peak memory of a step beyond the model states.
 
-Both apply to `paceline.models.TransformerLM`, eager, on a CPU, and are counted operation by
-operation: `paceline.accounting.memory.forward_pass` lists what each operation saves and what its
-derivative allocates, and `paceline.accounting.memory.autograd_tape` adds it up. In float32 the
-operations save the following numbers per token, where d is `d_model`, a the total width of the
-query heads, k that of the key heads, h the number of query heads, s the tokens per sequence, f
-`d_ff`, v the vocabulary size:
+Both apply to `paceline.models.TransformerLM`, eager, and are counted operation by operation:
+`paceline.accounting.memory.forward_pass` lists what each operation saves and what its derivative
+allocates, and `paceline.accounting.memory.autograd_tape` adds it up. In float32 the operations save
+the following numbers per token, where d is `d_model`, a the total width of the query heads, k that
+of the key heads, h the number of query heads, s the tokens per sequence, f `d_ff`, v the vocabulary
+size:
 
     a norm              its input, the root mean square, the normalized input, and its output for
                         the matrices that follow                       3d + 1
@@ -16,6 +16,9 @@ query heads, k that of the key heads, h the number of query heads, s the tokens 
                         and, per block, a mask of s² bytes
     feed-forward        gate, up, the gate's activation, the product   4f
     final norm, head    3d + 1 and, for the loss, log-probabilities    3d + 1 + v
+
+On an accelerator a norm is one operation, which does not save the normalized input: 2d + 1 instead
+of 3d + 1. Attention is counted as FlashAttention on both: its output has the layout of its queries.
 
 With one head or sequences of one token, joining heads copies nothing, and fused attention saves a
 fewer numbers. With full activation checkpointing a block saves only its input, d, until backward
@@ -34,6 +37,8 @@ The peak is the maximum over all operations of forward and backward. It is often
 the gradients of log-probabilities and logits exist together, or in the last block's feed-forward
 layer. It is exact for torch's operations. Scratch memory inside kernels is not counted: torch's
 fused attention and, for bf16 matmuls, oneDNN allocate some, and its size depends on the processor.
+The loss is computed outside of autocast, whose copies of weights are freed before it, unless an
+operation has saved them.
 """
 
 import dataclasses
@@ -76,20 +81,7 @@ class ActivationCount(NamedTuple):
     """Bytes of a forward and backward pass beyond the model states."""
 
     saved: SavedForBackward
-    peaks: tuple[int, int]
-    """The peak until backward reaches the blocks, and the peak from then on."""
-
-
-class BucketSize(NamedTuple):
-    """Sizes of one bucket of gradients."""
-
-    num_tensors: int
-    num_bytes: int = 0
-    """Bytes that are freed when the bucket is reduce-scattered."""
-    arriving_bytes: int = 0
-    """Bytes that arrive from the other ranks at the same time."""
-    group_bytes: int = 0
-    """Bytes of gradients that are copied into the bucket together."""
+    peak: int
 
 
 def saved_for_backward_bytes(
@@ -131,7 +123,7 @@ def peak_activation_bytes(
     counted = count_activations(
         shape, batch, activation_checkpointing, precision, attention, keeps_gradients
     )
-    return max(counted.peaks)
+    return counted.peak
 
 
 @functools.lru_cache(maxsize=1024)
@@ -142,31 +134,36 @@ def count_activations(
     precision: Precision = _FLOAT32,
     attention: AttentionImplementation = "sdpa",
     keeps_gradients: bool = False,
-    buckets: tuple[BucketSize, ...] = (),
+    on_accelerator: bool = False,
 ) -> ActivationCount:
-    """Counts the bytes saved after forward, and the peaks of forward and backward.
-
-    `buckets`, if given, cover all gradients in backward order. Gradients are then copied into their
-    bucket, which is allocated with its first gradients and freed with its last.
-    """
-    require_buildable(shape)
-    _require_countable(precision)
+    """Counts the bytes saved after forward, and the peak of forward and backward."""
     tape = Tape(keeps_gradients=keeps_gradients)
-    forward = ForwardPass(
-        tape, shape, batch, precision, attention, activation_checkpointing == "full"
-    )
-    backward = forward.parameters[::-1]
-    for num_tensors, *sizes in buckets:
-        tape.collect(backward[:num_tensors], *sizes)
-        backward = backward[num_tensors:]
-    loss = forward.loss()
+    loss = record_forward(
+        tape, shape, batch, activation_checkpointing, precision, attention, on_accelerator
+    ).loss()
     saved = SavedForBackward(
         activations=tape.kept_bytes("activation"), weight_copies=tape.kept_bytes("weight_copy")
     )
     first_gradient = tape.allocate(loss.buffer.num_bytes)
     # The caller of backward holds the loss and its gradient until the end.
     tape.play_back(loss, tape.hold(first_gradient))
-    return ActivationCount(saved, (tape.peak_before_mark_bytes, tape.peak_bytes))
+    return ActivationCount(saved, tape.peak_bytes)
+
+
+def record_forward(
+    tape: Tape,
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing,
+    precision: Precision,
+    attention: AttentionImplementation,
+    on_accelerator: bool,
+) -> ForwardPass:
+    """Returns a forward pass that will be recorded on a tape; raises if it cannot be counted."""
+    require_buildable(shape)
+    _require_countable(precision)
+    recomputes = activation_checkpointing == "full"
+    return ForwardPass(tape, shape, batch, precision, attention, recomputes, on_accelerator)
 
 
 def _require_countable(precision: Precision) -> None:

@@ -13,7 +13,7 @@ parameters in another dtype are counted as a separate kind.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Kind = Literal["activation", "weight_copy", "unseen"]
 """unseen is memory that is saved, but not as a tensor that autograd's hooks see."""
@@ -42,21 +42,20 @@ class Value:
     gradient: Buffer | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class GradientBucket:
-    """Gradients that are sent together."""
+class GradientHolder(Protocol):
+    """What a training step does with memory beside autograd, in the order in which it does it."""
 
-    num_bytes: int
-    """Bytes allocated with its first gradients and freed with its last; 0 for a bucket that
-    outlives the step, which is not counted here."""
-    num_missing: int
-    """Number of its gradients that are not complete yet."""
-    arriving_bytes: int
-    """Bytes that arrive from the other ranks while the bucket exists."""
-    group_bytes: int
-    """Gradients are copied into the bucket once they reach this size; the last ones always are."""
-    waiting: list[Buffer] = dataclasses.field(default_factory=list)
-    buffer: Buffer | None = None
+    def take(self, parameter: Value, gradient: Buffer) -> None:
+        """Accepts the complete gradient of a parameter, with the tape's reference to it."""
+
+    def before_forward(self, unit: int) -> None:
+        """Is called before the operations of a unit of the model."""
+
+    def after_forward(self, unit: int) -> None:
+        """Is called after the operations of a unit."""
+
+    def before_backward(self, unit: int) -> None:
+        """Is called when the gradient of a unit's result is complete."""
 
 
 class Operation(NamedTuple):
@@ -79,26 +78,19 @@ class Tape:
     """Records operations, replays them backward, and tracks the peak number of bytes.
 
     With `keeps_gradients`, parameter gradients stay where they were allocated. Otherwise each is
-    freed as soon as it is complete, or together with others of its bucket.
+    freed as soon as it is complete, or passed to the `holder`.
     """
 
     def __init__(self, *, keeps_gradients: bool = False) -> None:
         self.peak_bytes = 0
-        self.peak_before_mark_bytes = 0
-        """The peak until backward reached the mark; `peak_bytes` is the peak from then on."""
+        self.holder: GradientHolder | None = None
+        """What the step does with gradients and parameters; None if it does nothing."""
         self._recording = True
-        self._mark: int | None = None
         self._keeps_gradients = keeps_gradients
         self._live_bytes = 0
         self._operations: list[Operation] = []
-        self._buckets: dict[int, GradientBucket] = {}
-
-    def collect(
-        self, parameters: Sequence[Value], num_bytes: int, arriving_bytes: int, group_bytes: int
-    ) -> None:
-        """Assigns the gradients of these parameters to one bucket: see `GradientBucket`."""
-        bucket = GradientBucket(num_bytes, len(parameters), arriving_bytes, group_bytes)
-        self._buckets |= {id(parameter): bucket for parameter in parameters}
+        self._units: dict[int, int] = {}
+        """The unit that each operation ends, by the operation."""
 
     def allocate(self, num_bytes: int, kind: Kind = "activation") -> Buffer:
         """Allocates a buffer, with one reference held by the caller."""
@@ -157,9 +149,16 @@ class Tape:
             self.hold(buffer)
         self._operations.append(operation)
 
-    def set_mark(self) -> None:
-        """Divides the tape here: backward tracks separate peaks for the two sides."""
-        self._mark = len(self._operations)
+    def begin_unit(self, unit: int) -> None:
+        """Begins a unit of the model, whose parameters a holder may have to gather."""
+        if self.holder is not None:
+            self.holder.before_forward(unit)
+
+    def end_unit(self, unit: int) -> None:
+        """Ends a unit, whose result is that of the last operation."""
+        self._units[id(self._operations[-1])] = unit
+        if self.holder is not None:
+            self.holder.after_forward(unit)
 
     def kept_bytes(self, kind: Kind) -> int:
         """Returns the bytes that the operations on the tape have saved, each buffer once."""
@@ -186,10 +185,10 @@ class Tape:
         """Runs backward from the gradient of the last result, and empties the tape."""
         self._arrive(output, gradient)
         while self._operations:
-            if len(self._operations) == self._mark:
-                self._mark = None
-                self.peak_before_mark_bytes, self.peak_bytes = self.peak_bytes, self._live_bytes
             operation = self._operations.pop()
+            unit = self._units.pop(id(operation), None)
+            if unit is not None and self.holder is not None:
+                self.holder.before_backward(unit)
             if operation.again is None:
                 gradients = self._differentiate(operation)
             else:
@@ -236,23 +235,11 @@ class Tape:
             self._complete(value, value.gradient)
 
     def _complete(self, parameter: Value, gradient: Buffer) -> None:
-        """Keeps, frees or buckets the complete gradient of a parameter."""
-        bucket = self._buckets.get(id(parameter))
-        if bucket is None:
-            if not self._keeps_gradients:
-                self.release(gradient)
-            return
-        bucket.waiting.append(gradient)
-        bucket.num_missing -= 1
-        waiting_bytes = sum(waiting.num_bytes for waiting in bucket.waiting)
-        if bucket.num_missing and waiting_bytes < bucket.group_bytes:
-            return
-        if bucket.buffer is None:
-            bucket.buffer = self.allocate(bucket.num_bytes)
-        self.release(*bucket.waiting)
-        bucket.waiting.clear()
-        if not bucket.num_missing:
-            self.release(self.allocate(bucket.arriving_bytes), bucket.buffer)
+        """Passes on, keeps or frees the complete gradient of a parameter."""
+        if self.holder is not None:
+            self.holder.take(parameter, gradient)
+        elif not self._keeps_gradients:
+            self.release(gradient)
 
 
 def _gradient(value: Value) -> Buffer:

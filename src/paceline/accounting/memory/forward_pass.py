@@ -1,8 +1,9 @@
 """The operations of a forward pass, with the memory that each saves and its derivative allocates.
 
-These are the operations that torch runs eagerly on a CPU for `paceline.models.TransformerLM` and
-its loss. With a dtype below float32, norms, rotations, softmax and loss are still computed in
-float32, and every change of dtype is an operation that allocates a copy.
+These are the operations that torch runs eagerly for `paceline.models.TransformerLM` and its loss.
+With a dtype below float32, norms, rotations, softmax and loss are still computed in float32, and
+every change of dtype is an operation that allocates a copy. On an accelerator, a norm is one
+operation; on a CPU, torch composes it of several.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ class ForwardPass:
     attention: AttentionImplementation
     recomputes_blocks: bool
     """Whether blocks save only their inputs."""
+    on_accelerator: bool = False
 
     def __post_init__(self) -> None:
         self._tokens = self.batch.tokens_per_pass
@@ -52,27 +54,38 @@ class ForwardPass:
         """The model's parameters, in model order."""
 
     def loss(self) -> Value:
-        """Records everything up to the loss, which the caller holds; a mark follows the blocks."""
+        """Records everything up to the loss, which the caller holds.
+
+        Its units are the embedding, each block, the final norm, and the head.
+        """
         parameters = iter(self.parameters)
         embedding = next(parameters)
+        self.tape.begin_unit(0)
         x = self.tape.operate(
             [embedding],
             self._tokens * self.shape.d_model * self._stream,
             gradient_bytes=[embedding.buffer.num_bytes],
         )
+        self.tape.end_unit(0)
         names = block_parameters(self.shape)
-        for _ in range(self.shape.num_layers):
+        for unit in range(1, 1 + self.shape.num_layers):
             block = {name: next(parameters) for name in names}
+            self.tape.begin_unit(unit)
             following = self._block_or_checkpoint(x, block)
+            self.tape.end_unit(unit)
             self.tape.drop(x)
             x = following
-        self.tape.set_mark()
+        norm, head = self.shape.num_layers + 1, self.shape.num_layers + 2
+        self.tape.begin_unit(norm)
         normed = self._norm(x, next(parameters))
+        self.tape.end_unit(norm)
+        self.tape.begin_unit(head)
         logits = self._linear(normed, next(parameters, embedding), self.shape.vocab_size)
+        self.tape.end_unit(head)
         self.tape.drop(normed, x)
+        self._end_autocast()
         loss = self._cross_entropy(logits)
         self.tape.drop(logits)
-        self._end_autocast()
         return loss
 
     def _block_or_checkpoint(self, x: Value, block: dict[str, Value]) -> Value:
@@ -87,7 +100,9 @@ class ForwardPass:
 
         # A Python number is not a tensor, so a checkpoint does not drop it.
         number = _SCALAR_BYTES * (self.attention == "naive")
-        return self.tape.checkpoint(run, x, _GENERATOR_STATE_BYTES + number)
+        # Both are in the host's memory.
+        state_bytes = 0 if self.on_accelerator else _GENERATOR_STATE_BYTES + number
+        return self.tape.checkpoint(run, x, state_bytes)
 
     def _end_autocast(self) -> None:
         self.tape.drop(*self._copies.values())
@@ -122,9 +137,33 @@ class ForwardPass:
         """Divides by the root mean square, in float32."""
         tape, width = self.tape, self.shape.d_model
         rows = self._tokens * _FLOAT32_BYTES
-        full = rows * width
         exact = self._cast(x, self._tokens * width, self._stream, _FLOAT32_BYTES)
         scale = self._cast(weight, width, self._stream, _FLOAT32_BYTES, is_weight=True)
+        if self.on_accelerator:
+            scaled = self._fused_norm(exact, scale, rows)
+        else:
+            scaled = self._composed_norm(exact, scale, rows)
+        tape.drop(exact, *self._if_copied(scale))
+        normed = self._cast(scaled, self._tokens * width, _FLOAT32_BYTES, self._stream)
+        tape.drop(scaled)
+        return normed
+
+    def _fused_norm(self, exact: Value, scale: Value, rows: int) -> Value:
+        """Saves the input and, for each row, the inverse of its root mean square."""
+        tape, width = self.tape, self.shape.d_model
+        root = Value(tape.allocate(rows))
+        scaled = tape.operate(
+            [exact, scale],
+            rows * width,
+            keeps=[exact, root, *self._if_copied(scale)],
+            gradient_bytes=[rows * width, width * _FLOAT32_BYTES],
+        )
+        tape.drop(root)
+        return scaled
+
+    def _composed_norm(self, exact: Value, scale: Value, rows: int) -> Value:
+        tape, width = self.tape, self.shape.d_model
+        full = rows * width
         squares = tape.operate(
             [exact], full, keeps=[exact], gradient_bytes=[full], working_bytes=2 * full
         )
@@ -144,10 +183,8 @@ class ForwardPass:
             gradient_bytes=[full, width * _FLOAT32_BYTES],
             working_bytes=full,
         )
-        tape.drop(unit, exact, *self._if_copied(scale))
-        normed = self._cast(scaled, self._tokens * width, _FLOAT32_BYTES, self._stream)
-        tape.drop(scaled)
-        return normed
+        tape.drop(unit)
+        return scaled
 
     def _cast(
         self, value: Value, num_elements: int, old: int, new: int, *, is_weight: bool = False

@@ -5,37 +5,26 @@ In addition to the model states (`paceline.accounting.memory.model_states`):
     buffers       the tables of rotary positions, and tokens and targets of the batch. A container's
                   buckets exist from the start; until the first backward there are no gradients, and
                   the buckets count as buffers
-    activations   see `paceline.accounting.memory.activations`; fused AdamW needs nothing more.
-                  Without buckets, gradients are allocated while activations are freed, and the peak
-                  is the larger of the two at either end of backward
+    activations   the rest of the peak: what autograd holds (see
+                  `paceline.accounting.memory.activations`), and messages, gathered parameters and
+                  gradients that exist beside it (`paceline.accounting.memory.strategy_buffers`).
+                  Fused AdamW needs nothing more
 
-Gradients stay where backward allocated them until a group of them is copied into their bucket.
-
-Messages in flight count as activations too, assuming that communication keeps up with backward. If
-gradients are reduce-scattered, a buffer of a bucket's size exists from its first gradient to its
-last; then the other ranks' parts of this rank's shard arrive. If parameters are sharded, buckets
-are layers, and the all-gathered layers are added. Slow communication takes more memory, up to all
-gradients twice.
+With several micro-batches, the peak is the largest of all passes. Slow communication takes no more
+memory: the program frees a message only when the next one has been sent.
 """
 
 import dataclasses
 
-from paceline.accounting.buckets import GROUP_BYTES, cut_unit
-from paceline.accounting.counts import block_parameters, count_parameters
+from paceline.accounting.counts import count_parameters
 from paceline.accounting.explanation import Explanation, WorkedLine
 from paceline.accounting.memory.activations import (
-    BucketSize,
     Checkpointing,
     SavedForBackward,
     count_activations,
 )
-from paceline.accounting.memory.model_states import (
-    gradient_buckets,
-    layer_shapes,
-    layer_shard,
-    model_state_bytes,
-    state_units,
-)
+from paceline.accounting.memory.model_states import model_state_bytes
+from paceline.accounting.memory.strategy_buffers import has_lasting_gradients, peak_of_passes
 from paceline.core.finding import Finding
 from paceline.core.hardware import Device
 from paceline.core.specs import (
@@ -48,7 +37,6 @@ from paceline.core.specs import (
 )
 from paceline.core.strategies import (
     DEFAULT_BUCKET_SIZE_MB,
-    SHARDED_GRADIENTS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
     StrategyName,
@@ -65,10 +53,6 @@ _TABLE_BYTES = 4
 _TOKEN_BYTES = 8
 _ADAM_MOMENTS = 2
 _FLOAT32_BYTES = 4
-# Strategies whose buckets hold several gradients and outlive the step.
-_ALL_REDUCED: tuple[StrategyName, ...] = ("flat", "ddp", "zero1")
-# Number of layers that are all-gathered before they are needed.
-_LAYERS_AHEAD: dict[StrategyName, int] = {"fsdp": 2, "torch_fsdp2": 1}
 
 INSTANTS = ("after_init", "before_step", "after_step")
 """After model, container and optimizer are built; the peaks before and in the optimizer step."""
@@ -102,6 +86,7 @@ def step_memory(
     activation_checkpointing: Checkpointing = "none",
     attention: AttentionImplementation = "sdpa",
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
+    on_accelerator: bool = False,
 ) -> dict[str, MemoryParts]:
     """Predicts the memory of a step at its three instants, on the fullest rank.
 
@@ -114,20 +99,26 @@ def step_memory(
         activation_checkpointing: full if blocks are recomputed in backward.
         attention: Fused (sdpa, tiled), or storing its scores (naive).
         bucket_size_mb: Bucket size in MiB; matters if buckets are reduce-scattered and freed.
+        on_accelerator: Whether kernels and collectives are those of an accelerator, not of a CPU.
     """
     states = model_state_bytes(
         shape, precision, strategy, world_size, bucket_size_mb=bucket_size_mb
     )
     tables = shape.max_context_length * shape.head_width * _TABLE_BYTES
-    tokens = 2 * batch.tokens_per_pass * _TOKEN_BYTES
-    keeps_gradients = strategy not in SHARDED_GRADIENTS and (world_size == 1 or strategy == "none")
-    buckets = _buckets(shape, precision, strategy, world_size, bucket_size_mb)
-    options = (activation_checkpointing, precision, attention, keeps_gradients, buckets)
-    peaks = count_activations(shape, batch, *options).peaks
-    gathered = _gathered_bytes(shape, precision, strategy, activation_checkpointing)
-    peak = max(map(sum, zip(peaks, gathered, strict=True)))
-    if keeps_gradients or strategy in SHARDED_PARAMETERS:
-        # Gradients replace activations: the peak includes them, or they do not exist yet.
+    tokens = 2 * batch.tokens_per_pass * batch.accumulation_steps * _TOKEN_BYTES
+    peak = peak_of_passes(
+        shape,
+        batch,
+        activation_checkpointing,
+        precision,
+        attention,
+        strategy,
+        world_size,
+        bucket_size_mb,
+        on_accelerator,
+    )
+    if not has_lasting_gradients(strategy, world_size):
+        # Gradients are among what the passes allocate.
         peak = max(peak - states.gradients, 0)
     before = MemoryParts(**dataclasses.asdict(states), buffers=tables + tokens, activations=peak)
     has_buckets = world_size > 1 and strategy not in ("none", *SHARDED_PARAMETERS)
@@ -142,60 +133,6 @@ def step_memory(
         "before_step": before,
         "after_step": dataclasses.replace(before, activations=0),
     }
-
-
-def _buckets(
-    shape: ModelShape,
-    precision: Precision,
-    strategy: StrategyName,
-    world_size: int,
-    bucket_size_mb: float,
-) -> tuple[BucketSize, ...]:
-    """Returns the buckets that gradients are copied into, in backward order."""
-    element_bytes = bytes_per_element(precision.gradients)
-    if strategy in SHARDED_PARAMETERS:
-        layers = layer_shapes(shape)[::-1]
-        shards = [(len(one), layer_shard(one, world_size, element_bytes)) for one in layers]
-    elif strategy in SHARDED_GRADIENTS:
-        units = state_units(shape, strategy, element_bytes, bucket_size_mb)
-        shards = [(len(one), cut_unit(one, world_size, element_bytes).share) for one in units]
-    elif strategy in _ALL_REDUCED and world_size > 1:
-        sizes_mb = {"flat": None, "zero1": DEFAULT_BUCKET_SIZE_MB}
-        units = gradient_buckets(shape, element_bytes, sizes_mb.get(strategy, bucket_size_mb))
-        return tuple(BucketSize(len(one), group_bytes=GROUP_BYTES) for one in units)
-    else:
-        return ()
-    return tuple(
-        BucketSize(
-            num_tensors,
-            world_size * shard * element_bytes,
-            (world_size - 1) * shard * element_bytes,
-            0 if strategy in SHARDED_PARAMETERS else GROUP_BYTES,
-        )
-        for num_tensors, shard in shards
-    )
-
-
-def _gathered_bytes(
-    shape: ModelShape,
-    precision: Precision,
-    strategy: StrategyName,
-    activation_checkpointing: Checkpointing,
-) -> tuple[int, int]:
-    """Returns the bytes of all-gathered layers before backward reaches the blocks, and in them."""
-    if strategy not in SHARDED_PARAMETERS:
-        return 0, 0
-    block = sum(rows * columns for rows, columns in block_parameters(shape).values())
-    outside = shape.vocab_size * shape.d_model
-    num_blocks = min(shape.num_layers, 1 + _LAYERS_AHEAD[strategy])
-    if strategy == "torch_fsdp2":
-        # All parameters outside of blocks are one layer, which stays gathered.
-        outside = outside * (1 if shape.tied_embeddings else 2) + shape.d_model
-    elif activation_checkpointing == "full":
-        # Recomputed blocks are freed only when backward is over.
-        num_blocks = shape.num_layers
-    element_bytes = bytes_per_element(precision.parameters)
-    return element_bytes * outside, element_bytes * (outside + num_blocks * block)
 
 
 def minimum_step_bytes(
@@ -240,6 +177,8 @@ class StepPlan:
     precision: Precision = dataclasses.field(default_factory=Precision)
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for strategies that have buckets."""
+    on_accelerator: bool = False
+    """Whether kernels and collectives are those of an accelerator, not of a CPU."""
 
     def instants(self, world_size: int) -> dict[str, MemoryParts]:
         """Returns the memory of the fullest rank at each instant of the step."""
@@ -252,13 +191,19 @@ class StepPlan:
             activation_checkpointing=self.checkpointing,
             attention=self.attention,
             bucket_size_mb=self.bucket_size_mb,
+            on_accelerator=self.on_accelerator,
         )
 
     @property
     def kept_for_backward(self) -> SavedForBackward:
         """Returns what autograd has saved after forward."""
         return count_activations(
-            self.shape, self.batch, self.checkpointing, self.precision, self.attention
+            self.shape,
+            self.batch,
+            self.checkpointing,
+            self.precision,
+            self.attention,
+            on_accelerator=self.on_accelerator,
         ).saved
 
     @property

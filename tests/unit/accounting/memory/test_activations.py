@@ -1,6 +1,5 @@
 """Tests the activation formulas against what torch saves and allocates."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Literal
@@ -87,10 +86,9 @@ class _Pass:
         )
 
     def forward(self) -> Tensor:
-        with contextlib.ExitStack() as contexts:
-            if self.autocast is not None:
-                contexts.enter_context(torch.autocast("cpu", self.autocast))
-            return next_token_loss(self.model(self.inputs), self.targets)
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            logits = self.model(self.inputs)
+        return next_token_loss(logits, self.targets)
 
     def forward_and_backward(self) -> None:
         torch.autograd.backward(self.forward())

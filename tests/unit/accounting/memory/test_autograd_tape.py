@@ -1,7 +1,5 @@
 """Tests of the autograd tape: saved buffers, in-place accumulation and peaks."""
 
-import pytest
-
 from paceline.accounting.memory.autograd_tape import Buffer, Tape, Value
 
 
@@ -47,29 +45,35 @@ def test_gradients_stay_only_where_they_are_kept() -> None:
     assert peaks == [1 + 1 + 1 + 100, 1 + 1 + 200]
 
 
-def test_a_message_is_there_from_its_first_gradient_to_its_last() -> None:
+def test_a_holder_sees_units_and_gradients_in_the_order_of_the_pass() -> None:
+    seen: list[object] = []
+
+    class Holder:
+        def take(self, parameter: Value, gradient: Buffer) -> None:
+            seen.append(("gradient", gradient.num_bytes))
+            tape.release(gradient)
+
+        def before_forward(self, unit: int) -> None:
+            seen.append(("forward", unit))
+
+        def after_forward(self, unit: int) -> None:
+            seen.append(("done", unit))
+
+        def before_backward(self, unit: int) -> None:
+            seen.append(("backward", unit))
+
     tape = Tape()
-    weights = [_parameter(8), _parameter(8)]
-    tape.collect(weights, 16, 5, group_bytes=0)
-    x = tape.operate([weights[0]], 0, gradient_bytes=[8])
-    y = tape.operate([x, weights[1]], 0, gradient_bytes=[0, 8])
+    tape.holder = Holder()
+    tape.begin_unit(0)
+    x = tape.operate([_parameter(8)], 0, gradient_bytes=[8])
+    tape.end_unit(0)
+    tape.begin_unit(1)
+    y = tape.operate([x, _parameter(9)], 0, gradient_bytes=[0, 9])
+    tape.end_unit(1)
     tape.play_back(y, tape.allocate(0))
-    assert tape.peak_bytes == 24
-    after = tape.peak_bytes
-    tape.allocate(after)
-    assert tape.peak_bytes == after
-
-
-@pytest.mark.parametrize(("group_bytes", "waiting_bytes"), [(0, 8), (9, 16), (100, 24)])
-def test_gradients_wait_for_others_of_their_bucket(group_bytes: int, waiting_bytes: int) -> None:
-    tape = Tape()
-    weights = [_parameter(8), _parameter(8), _parameter(8)]
-    tape.collect(weights, 0, 0, group_bytes=group_bytes)
-    value = tape.operate([weights[0]], 0, gradient_bytes=[8])
-    for weight in weights[1:]:
-        value = tape.operate([value, weight], 0, gradient_bytes=[0, 8])
-    tape.play_back(value, tape.allocate(0))
-    assert tape.peak_bytes == waiting_bytes
+    forward = [("forward", 0), ("done", 0), ("forward", 1), ("done", 1)]
+    backward = [("backward", 1), ("gradient", 9), ("backward", 0), ("gradient", 8)]
+    assert seen == forward + backward
 
 
 def test_a_checkpoint_keeps_its_input_and_runs_again() -> None:

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.accounting import count_parameters, model_state_bytes, step_memory
-from paceline.accounting.memory.model_states import parameter_sizes, state_units
-from paceline.accounting.memory.step import MemoryParts, _buckets
+from paceline.accounting.memory.model_states import parameter_sizes
+from paceline.accounting.memory.step import MemoryParts
 from paceline.core import BatchShape, ModelShape, Precision, model_preset
 from paceline.core.strategies import (
     SHARDED_GRADIENTS,
@@ -101,25 +101,3 @@ def test_the_parts_add_up() -> None:
         parameters=1, gradients=20, optimizer_state=300, buffers=4000, activations=50000
     )
     assert parts.total == 54321
-
-
-def test_the_other_ranks_shards_arrive_beside_a_full_bucket() -> None:
-    # With one token, the peak occurs when the largest bucket is full.
-    shape = ModelShape(vocab_size=64, d_model=256, d_ff=1024, num_layers=4, num_heads=4)
-    one_token = BatchShape(num_sequences=1, context_length=1)
-    held = {
-        world_size: step_memory(shape, one_token, Precision(), "zero2", world_size)
-        for world_size in (2, 4, 8)
-    }
-    largest = 4 * max(map(sum, state_units(shape, "zero2", 4, 25.0)))
-    for world_size in (4, 8):
-        # Each of the n - 1 other ranks sends 1/n of its bucket.
-        more = held[world_size]["before_step"].activations - held[2]["before_step"].activations
-        assert more == largest * (1 / 2 - 1 / world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_rank_receives_every_other_ranks_part_of_its_shard_once(world_size: int) -> None:
-    shape = ModelShape(vocab_size=10, d_model=4, d_ff=8, num_layers=1, num_heads=1)
-    for bucket in _buckets(shape, Precision(), "zero2", world_size, 25.0):
-        assert bucket.arriving_bytes * world_size == bucket.num_bytes * (world_size - 1)
