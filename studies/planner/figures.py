@@ -21,7 +21,11 @@ from paceline.reports.tables.table import Table
 from studies.harness.docs import RESULTS, publish, read
 from studies.planner.accuracy import ablation_table, accuracy_table, plot_validation, regret_table
 from studies.planner.calibration_repeats import repeats_table
-from studies.planner.memory_figures import plot_published_memory, published_memory_table
+from studies.planner.memory_figures import (
+    device_memory_table,
+    plot_published_memory,
+    published_memory_table,
+)
 from studies.planner.search_tables import (
     batches_table,
     layouts_table,
@@ -65,6 +69,7 @@ def tables() -> dict[str, Table]:
         "planner-after-runs": after_runs_table(read("planner-unseen")),
         "planner-known": known_table(read("planner-known")),
         "planner-experts": experts_table(read("planner-experts")),
+        "device-memory": device_memory_table(read("device-memory")),
         "planner-memory": published_memory_table(read("planner-memory")),
         "step-backtest": backtest_table(held_out, counted=counted),
         # All repetitions of a case count, not the newest alone.

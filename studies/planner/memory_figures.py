@@ -1,4 +1,7 @@
-"""Table and plot of published peak memory against predictions, from the records of `memory.py`."""
+"""Peak memory against predictions: published peaks, and those of an accelerator's allocator.
+
+From the records of `memory.py` and `device_memory.py`.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -59,6 +62,31 @@ def _verdicts(records: Sequence[Record], outcome: str) -> dict[str, int]:
         for record in records
         if record.case["run"] == _ALL + outcome
     }
+
+
+def device_memory_table(records: Sequence[Record]) -> Table:
+    """Returns a row per strategy or mesh: forecast peaks over those of an allocator."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        key = (str(record.case["strategy"]), str(record.case["layout"]))
+        peak = record.metrics["peak_bytes"].value
+        ratios.setdefault(key, []).append(record.metrics["predicted_bytes"].value / peak)
+    rows = [
+        (strategy if not mesh else f"{mesh.replace('_', ' ')}, {strategy}", *_ratio_fields(own))
+        for (strategy, mesh), own in ratios.items()
+    ]
+    together = [ratio for own in ratios.values() for ratio in own]
+    rows.append(("all", *_ratio_fields(together)))
+    return Table(
+        headers=("strategy or mesh", "cases", "median", "farthest from 1"),
+        rows=tuple(rows),
+        caption="forecast peak of a step over the peak of the emulated accelerator's allocator",
+    )
+
+
+def _ratio_fields(ratios: Sequence[float]) -> tuple[str, str, str]:
+    farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
+    return str(len(ratios)), f"{statistics.median(ratios):.4f}", f"{farthest:.4f}"
 
 
 _NAMES = {"bloom": "BLOOM (Megatron-DeepSpeed), A100 80 GB", "torchtitan": "torchtitan, H100, H200"}

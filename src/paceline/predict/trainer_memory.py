@@ -53,6 +53,7 @@ from collections.abc import Iterator
 from paceline.accounting.counts import count_parameters, divide_into_stages
 from paceline.accounting.memory.activations import SavedForBackward, count_activations
 from paceline.accounting.memory.step import MemoryParts
+from paceline.accounting.memory.strategy_buffers import peak_of_sharded_passes
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import BatchShape, ModelShape, Precision
 
@@ -154,11 +155,35 @@ def trainer_memory(
     their place. On accelerators, other kernels compute than on CPUs.
     """
     sizes = _sizes(layout, shape, batch, precision, on_accelerator=on_accelerator)
+    is_sharded_only = layout.sharding != "none" and layout.world_size == layout.data_parallel
+    if on_accelerator and is_sharded_only:
+        return _of_passes(layout, shape, batch, precision, sizes)
     ranks = []
     for rank in range(layout.pipeline):
         stages = _stages(layout, shape, batch, sizes, rank)
         ranks.append(_Rank(layout, sizes, stages).memory(rank, batch.accumulation_steps))
     return max(ranks, key=lambda parts: parts.total)
+
+
+def _of_passes(
+    layout: ParallelLayout,
+    shape: ModelShape,
+    batch: BatchShape,
+    precision: Precision,
+    sizes: _Sizes,
+) -> MemoryParts:
+    """Returns the memory of shards, and perhaps replicas of them, without gloo's buffers."""
+    checkpointing = "full" if layout.activation_checkpointing == "full" else "none"
+    reshards = layout.sharding == "parameters"
+    peak = peak_of_sharded_passes(shape, batch, checkpointing, precision, layout.shard, reshards)
+    own = round(_BYTES * count_parameters(shape).total / layout.shard)
+    return MemoryParts(
+        parameters=own,
+        gradients=own,
+        optimizer_state=_MOMENTS * own,
+        buffers=round(sizes.tables),
+        activations=max(peak - own, 0),
+    )
 
 
 def _sizes(

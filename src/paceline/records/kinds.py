@@ -104,6 +104,14 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (_DATA_PARALLEL, _WARMUP_STEPS),
     # Time breakdown of such steps on one rank, and one step in detail.
     "timeline": ((*_DATA_PARALLEL, "rank"), _WARMUP_ROUNDS),
+    # Peak memory of a run's step on accelerators, and its forecast; the fullest rank.
+    "device_memory": (
+        (
+            *("strategy", "layout", *MODEL_FIELDS, "batch", "context", "precision"),
+            *("activation_checkpointing", "passes", "clips", "world_size", *_MACHINE),
+        ),
+        (),
+    ),
     # Training steps under one of several layouts; `batch` is a micro-batch, `batch_size` a step's.
     "layout": (_LAYOUT, _WARMUP_ROUNDS),
     # Time breakdown of such a layout's steps: compute, exposed communication, neither.

@@ -185,6 +185,13 @@ def delays(seed: int, most_us: int = 300) -> Iterator[None]:
         C.delay_tasks(0, 0)
 
 
+def fuse_kernels() -> None:
+    """Makes this process run as one operator what CUDA runs as one: see `fused_kernels`."""
+    import fused_kernels  # type: ignore[import-not-found]
+
+    fused_kernels.register()
+
+
 @contextlib.contextmanager
 def poison() -> Iterator[None]:
     """Fills freed memory with NaN."""

@@ -295,9 +295,17 @@ class TorchLayers(LocalGradients):
     """torch's FSDP2; the first layer is everything outside of blocks."""
 
     def __init__(
-        self, tape: Tape, layers: Sequence[_Layer], layer_of: Sequence[int], num_blocks: int
+        self,
+        tape: Tape,
+        layers: Sequence[_Layer],
+        layer_of: Sequence[int],
+        num_blocks: int,
+        *,
+        reshards: bool = True,
     ) -> None:
         super().__init__(tape)
+        self._reshards = reshards
+        """Whether blocks are freed between forward and backward."""
         self._layers = layers
         self._layer_of = layer_of
         self._num_blocks = num_blocks
@@ -332,7 +340,8 @@ class TorchLayers(LocalGradients):
     def after_forward(self, unit: int) -> None:
         """Frees a block; the end of the model frees the last result."""
         if self._layer(unit):
-            self._tape.release(self._full.pop(unit))
+            if self._reshards:
+                self._tape.release(self._full.pop(unit))
         elif unit > self._num_blocks + 1:
             self._tape.release(*self._last_result)
             self._last_result = []
@@ -347,8 +356,9 @@ class TorchLayers(LocalGradients):
         if not self._layer(unit):
             return
         self._start(unit)
-        self._copy_out(unit)
-        self._tape.release(self._results.pop(unit))
+        if unit in self._results:
+            self._copy_out(unit)
+            self._tape.release(self._results.pop(unit))
         if unit > 1:
             self._start(unit - 1)
 
@@ -387,6 +397,49 @@ def peak_of_passes(
     held = _holder(
         tape, shape, precision, strategy, world_size, bucket_size_mb, on_accelerator=on_accelerator
     )
+    return _peak(
+        tape,
+        held,
+        shape,
+        batch,
+        activation_checkpointing,
+        precision,
+        attention,
+        on_accelerator=on_accelerator,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def peak_of_sharded_passes(
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing,
+    precision: Precision,
+    num_shards: int,
+    reshards: bool,
+) -> int:
+    """Returns the same for torch's FSDP2 on accelerators, with states over some of the ranks.
+
+    `reshards` says whether blocks are freed between forward and backward, as with ZeRO-3.
+    """
+    tape = Tape()
+    held = _torch_layers(tape, shape, precision, num_shards, reshards=reshards)
+    return _peak(
+        tape, held, shape, batch, activation_checkpointing, precision, "sdpa", on_accelerator=True
+    )
+
+
+def _peak(
+    tape: Tape,
+    held: LocalGradients,
+    shape: ModelShape,
+    batch: BatchShape,
+    activation_checkpointing: Checkpointing,
+    precision: Precision,
+    attention: AttentionImplementation,
+    *,
+    on_accelerator: bool,
+) -> int:
     passes = min(batch.accumulation_steps, _MOST_PASSES)
     tape.holder = held
     for number in range(1, passes + 1):
@@ -432,43 +485,48 @@ def _holder(
         return Buckets(tape, [_Bucket(len(unit)) for unit in units], len(sizes))
     if strategy in ("naive", "overlapped"):
         return Buckets(tape, [_Bucket(1)] * len(sizes), len(sizes))
-    return _layers(tape, shape, precision, strategy, world_size, on_accelerator=on_accelerator)
+    if strategy == "torch_fsdp2":
+        return _torch_layers(tape, shape, precision, world_size)
+    return _our_layers(tape, shape, precision, world_size, on_accelerator=on_accelerator)
 
 
-def _layers(
-    tape: Tape,
-    shape: ModelShape,
-    precision: Precision,
-    strategy: StrategyName,
-    world_size: int,
-    *,
-    on_accelerator: bool,
-) -> LocalGradients:
-    """Returns the holder of a strategy that shards parameters."""
-    shapes, num_blocks = layer_shapes(shape), shape.num_layers
-    layer_of = [number for number, layer in enumerate(shapes) for _ in layer]
+def _our_layers(
+    tape: Tape, shape: ModelShape, precision: Precision, world_size: int, *, on_accelerator: bool
+) -> ShardedLayers:
+    shapes = layer_shapes(shape)
     parameter_bytes = bytes_per_element(precision.parameters)
     gradient_bytes = bytes_per_element(precision.gradients)
-    if strategy == "fsdp":
-        layers = []
-        for layer in shapes:
-            elements = layer_shard(layer, world_size, parameter_bytes)
-            shard = (elements + aligned(len(layer), gradient_bytes)) * gradient_bytes
-            layers.append(
-                _Layer(world_size * elements * parameter_bytes, world_size * shard, shard)
-            )
-        units = [*range(num_blocks + 2), 0 if shape.tied_embeddings else num_blocks + 2]
-        return ShardedLayers(
-            tape, layers, layer_of=layer_of, layer_of_unit=units, receives=not on_accelerator
-        )
-    layer_of = [layer if layer <= num_blocks else 0 for layer in layer_of]
+    layers = []
+    for layer in shapes:
+        elements = layer_shard(layer, world_size, parameter_bytes)
+        shard = (elements + aligned(len(layer), gradient_bytes)) * gradient_bytes
+        layers.append(_Layer(world_size * elements * parameter_bytes, world_size * shard, shard))
+    head = 0 if shape.tied_embeddings else shape.num_layers + 2
+    return ShardedLayers(
+        tape,
+        layers,
+        layer_of=[number for number, layer in enumerate(shapes) for _ in layer],
+        layer_of_unit=[*range(shape.num_layers + 2), head],
+        receives=not on_accelerator,
+    )
+
+
+def _torch_layers(
+    tape: Tape, shape: ModelShape, precision: Precision, num_shards: int, *, reshards: bool = True
+) -> TorchLayers:
+    shapes, num_blocks = layer_shapes(shape), shape.num_layers
+    gradient_bytes = bytes_per_element(precision.gradients)
     outside = [shapes[0][0], *(one for layer in shapes[1 + num_blocks :] for one in layer)]
     layers = []
     for layer in [outside, *shapes[1 : 1 + num_blocks]]:
-        elements = sum(-(-rows // world_size) * columns for rows, columns in layer)
+        elements = sum(-(-rows // num_shards) * columns for rows, columns in layer)
+        full = num_shards * elements * bytes_per_element(precision.parameters)
         shard = elements * gradient_bytes
-        layers.append(_Layer(world_size * elements * parameter_bytes, world_size * shard, shard))
-    return TorchLayers(tape, layers, layer_of, num_blocks)
+        layers.append(_Layer(full, num_shards * shard, shard))
+    layer_of = [
+        number if number <= num_blocks else 0 for number, layer in enumerate(shapes) for _ in layer
+    ]
+    return TorchLayers(tape, layers, layer_of, num_blocks, reshards=reshards)
 
 
 def has_lasting_gradients(strategy: StrategyName, world_size: int) -> bool:
