@@ -27,10 +27,14 @@ root.
                       projection. The gated layer keeps four tensors. With sequence parallelism
                       norms keep 4 h / t, and their gathered outputs 2 h
     recomputation     a block keeps its input only, and everything else again during its backward
-    bfloat16          autocast: weights, gradients and residual stream stay in float32. A block
-                      keeps the fraction of its float32 activations, and the copies of its weights,
-                      that `paceline.accounting.memory.activations` counts on one device
+    bfloat16          autocast: weights, gradients, residual stream and norms stay in float32. A
+                      norm's output is copied for every matrix that reads it, three before attention
+                      and two before feed-forward. These copies, everything else that a block keeps,
+                      and copies of its matrices take half
     stage's output    kept for each micro-batch in flight
+    receive buffers   of a pipeline, on accelerators: every stage has memory for the input and for
+                      the gradient of the output of all micro-batches, from the first step on. On a
+                      CPU they are as large, but not among what is measured: what a step allocates
 
 The peak is the largest sum over these moments: before the last block is gathered; at the head; at
 the loss (three tensors the size of the logits); at the backward of head and final norm (six tensors
@@ -40,6 +44,10 @@ at the embedding. Memory changes linearly between the second block that runs bac
 one, so only the first two and the last are evaluated. With ZeRO-3 on a busy machine, gloo threads
 may release an all-gather's result and buffer only after the next ones are allocated. These up to
 two extra blocks are not modelled.
+
+On accelerators, norms do not keep their scaled inputs, and gathering needs no buffer of gloo's. A
+layout of shards and replicas alone, without other axes, is then followed pass by pass instead: see
+`paceline.accounting.memory.strategy_buffers`.
 
 A pipeline follows torch's schedules. On rank r of p ranks with v stages each, the warm-up is
 p - 1 - r forwards, or (v - 1) p + 2 (p - 1 - r) if ranks have several stages. Then forwards and
@@ -51,11 +59,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.accounting.counts import count_parameters, divide_into_stages
-from paceline.accounting.memory.activations import SavedForBackward, count_activations
 from paceline.accounting.memory.step import MemoryParts
 from paceline.accounting.memory.strategy_buffers import peak_of_sharded_passes
 from paceline.core.plan import ParallelLayout
-from paceline.core.specs import BatchShape, ModelShape, Precision
+from paceline.core.specs import BatchShape, ModelShape, Precision, bytes_per_element
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,8 @@ def backward_passes(
 
 
 _BYTES = 4
+_MATRICES_AFTER_NORMS = 5
+"""Query, key, value; gate and up."""
 _MOMENTS = 2
 """Values that AdamW keeps for each parameter."""
 
@@ -161,7 +170,10 @@ def trainer_memory(
     ranks = []
     for rank in range(layout.pipeline):
         stages = _stages(layout, shape, batch, sizes, rank)
-        ranks.append(_Rank(layout, sizes, stages).memory(rank, batch.accumulation_steps))
+        held = _Rank(layout, sizes, stages, on_accelerator=on_accelerator)
+        if on_accelerator:
+            held.receive_into_buffers(rank, batch.accumulation_steps)
+        ranks.append(held.memory(rank, batch.accumulation_steps))
     return max(ranks, key=lambda parts: parts.total)
 
 
@@ -197,21 +209,22 @@ def _sizes(
     tensor = layout.tensor
     counted = count_parameters(shape)
     matrices = (counted.attention + counted.feed_forward) / shape.num_layers
-    numbers = _BYTES * batch.tokens_per_pass / layout.context
+    tokens = batch.tokens_per_pass / layout.context
+    numbers = _BYTES * tokens
     split = tensor if layout.sequence_parallel else 1
-    # On an accelerator, norms do not keep their scaled inputs.
-    norms = ((2 if on_accelerator else 4) / split + 2) * shape.d_model
-    keys = 2 * layout.context * shape.key_value_width
-    divided = 3 * shape.attention_width + keys + 4 * shape.d_ff
     stream = numbers * shape.d_model / split
-    activations = numbers * (norms + divided / tensor)
-    if precision != _FLOAT32:
-        ours, float32 = (
-            _saved_by_block(shape, batch, each, on_accelerator=on_accelerator)
-            for each in (precision, _FLOAT32)
-        )
-        activations = activations * ours.activations / float32.activations
-        activations += ours.weight_copies / tensor
+    # On an accelerator, norms do not keep their scaled inputs.
+    norms = (2 if on_accelerator else 4) * stream
+    keys = 2 * layout.context * shape.key_value_width
+    divided = (3 * shape.attention_width + keys + 4 * shape.d_ff) / tensor
+    low = _BYTES if precision == _FLOAT32 else bytes_per_element(precision.compute)
+    if precision == _FLOAT32:
+        read = 2 * _BYTES * tokens * shape.d_model
+        activations = norms + read + _BYTES * tokens * divided
+    else:
+        read = _MATRICES_AFTER_NORMS * low * tokens * shape.d_model
+        copies = low * matrices / tensor
+        activations = norms + read + low * tokens * divided + copies
     recomputes = layout.activation_checkpointing == "full"
     return _Sizes(
         block=_BYTES * (matrices / tensor + 2 * shape.d_model),
@@ -221,29 +234,9 @@ def _sizes(
         kept=stream if recomputes else activations,
         recomputed=activations if recomputes else 0.0,
         stream=stream,
-        hidden=numbers * shape.d_ff / tensor,
+        hidden=low * tokens * shape.d_ff / tensor,
         logits=numbers * shape.vocab_size / tensor,
         tables=_BYTES * shape.max_context_length * shape.head_width,
-    )
-
-
-def _saved_by_block(
-    shape: ModelShape, batch: BatchShape, precision: Precision, *, on_accelerator: bool
-) -> SavedForBackward:
-    """Returns what a block saves for backward on one device: what a second block adds."""
-    batch = dataclasses.replace(batch, accumulation_steps=1)
-    one, two = (
-        count_activations(
-            dataclasses.replace(shape, num_layers=number),
-            batch,
-            precision=precision,
-            on_accelerator=on_accelerator,
-        ).saved
-        for number in (1, 2)
-    )
-    return SavedForBackward(
-        activations=two.activations - one.activations,
-        weight_copies=two.weight_copies - one.weight_copies,
     )
 
 
@@ -275,7 +268,15 @@ def _stages(
 class _Rank:
     """One rank of a pipeline, or of a layout without one."""
 
-    def __init__(self, layout: ParallelLayout, sizes: _Sizes, stages: list[_Stage]) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        sizes: _Sizes,
+        stages: list[_Stage],
+        *,
+        on_accelerator: bool = False,
+    ) -> None:
+        self._on_accelerator = on_accelerator
         self._layout = layout
         self._sizes = sizes
         self._stages = stages
@@ -286,6 +287,18 @@ class _Rank:
         self._is_pipeline = layout.pipeline > 1
         self._buffer = sizes.block if self._shards > 1 else 0.0
         self._whole = sum(stage.parameters(sizes.block) for stage in stages)
+        self._received = 0.0
+        self._receives = [0.0] * len(stages)
+
+    def receive_into_buffers(self, rank: int, num_micro_batches: int) -> None:
+        """Counts the memory that stages receive into, one tensor per micro-batch and neighbour."""
+        layout, stream = self._layout, self._sizes.stream
+        last = layout.pipeline * layout.pipeline_interleave - 1
+        numbers = [rank + own * layout.pipeline for own in range(len(self._stages))]
+        # A micro-batch in flight keeps what its stage has received, which counts once.
+        self._receives = [stream * (number > 0) for number in numbers]
+        gradients = sum(stream * (number < last) for number in numbers)
+        self._received = num_micro_batches * (sum(self._receives) + gradients)
 
     def memory(self, rank: int, num_micro_batches: int) -> MemoryParts:
         own = self._whole / self._shards
@@ -295,7 +308,7 @@ class _Rank:
             parameters=round(own),
             gradients=round(own),
             optimizer_state=round(_MOMENTS * own),
-            buffers=round(self._sizes.tables),
+            buffers=round(self._sizes.tables + self._received),
             activations=round(max(*moments, own) - own),
         )
 
@@ -312,6 +325,8 @@ class _Rank:
             beside += sum(other.parameters(sizes.block) for other in others)
         in_flight = zip(each.in_flight, self._stages, strict=True)
         beside += sizes.kept * sum(number * s.num_blocks for number, s in in_flight)
+        received = zip(each.in_flight, self._receives, strict=True)
+        beside -= sum(number * size for number, size in received)
         if self._is_pipeline:
             beside += sizes.stream * sum(each.in_flight)
         is_first = each.stage not in each.done
@@ -330,7 +345,9 @@ class _Rank:
             yield accumulated + gathered - own + 3 * buffer - sizes.kept + sizes.stream
         if stage.head:
             yield accumulated + gathered + buffer + 3 * sizes.stream + sizes.logits
-            yield accumulated + gathered + 3 * sizes.stream + 3 * sizes.logits
+            # torch's loss of split logits returns a product of a sum of two.
+            num_logits = 4 if self._layout.tensor > 1 else 3
+            yield accumulated + gathered + 3 * sizes.stream + num_logits * sizes.logits
             yield accumulated + gathered + stage.head + 4 * sizes.stream + sizes.logits
             yield (accumulated or stage.head) + gathered + 6 * sizes.stream
 
@@ -347,7 +364,7 @@ class _Rank:
             there = self._while_block_runs(stage, done, is_first) - done * sizes.kept
             there += sizes.recomputed
             prefetched = self._buffer if self._reshards and done < blocks - 1 else 0.0
-            yield there + 2 * prefetched
+            yield there + prefetched * (1 if self._on_accelerator else 2)
             there += prefetched
             if is_first:
                 yield there + sizes.stream + 2 * sizes.hidden + sizes.matrix

@@ -50,6 +50,18 @@ _MEASURED_BY_TECHNIQUE = {
 """Peak bytes of the same steps on 2 ranks, under autocast and with recomputed blocks."""
 
 
+_MEASURED_ON_ACCELERATOR = {
+    ("tensor=2,micro=4", "bfloat16", "none"): 21_720_576,
+    ("tensor=2,sp=1,micro=2", "float32", "none"): 20_945_920,
+    ("pipeline=2,micro=1", "float32", "full"): 17_754_112,
+    ("pipeline=2,interleave=2,micro=1", "bfloat16", "none"): 24_610_816,
+    ("replicate=2,shard=2,zero=3,micro=2", "float32", "none"): 32_549_888,
+    ("shard=2,tensor=2,zero=3,micro=2", "float32", "none"): 17_341_440,
+    ("shard=2,pipeline=2,zero=2,micro=1", "float32", "none"): 18_544_640,
+}
+"""Peak bytes of the emulated accelerator's allocator: `studies.planner.device_memory`."""
+
+
 def _peak(
     text: str,
     shape: ModelShape,
@@ -57,6 +69,8 @@ def _peak(
     context_length: int = 128,
     precision: str = "float32",
     checkpointing: ActivationCheckpointing = "none",
+    *,
+    on_accelerator: bool = False,
 ) -> float:
     written = parse_layout(text)
     batch = BatchShape(
@@ -65,7 +79,8 @@ def _peak(
         accumulation_steps=batch_size // (written.layout.data_parallel * written.micro_batch),
     )
     layout = dataclasses.replace(written.layout, activation_checkpointing=checkpointing)
-    return trainer_memory(layout, shape, batch, precision_preset(precision)).total
+    of_run = precision_preset(precision)
+    return trainer_memory(layout, shape, batch, of_run, on_accelerator=on_accelerator).total
 
 
 @pytest.mark.parametrize("layout", _MEASURED)
@@ -81,6 +96,19 @@ def test_peaks_of_autocast_and_recomputation_are_those_that_were_measured(
     peak = _peak(layout, shape, precision=precision, checkpointing=checkpointing)
     measured = _MEASURED_BY_TECHNIQUE[layout, precision, checkpointing]
     assert peak == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("layout", "precision", "checkpointing"), _MEASURED_ON_ACCELERATOR)
+def test_peaks_on_accelerators_are_those_that_were_measured(
+    layout: str, precision: str, checkpointing: ActivationCheckpointing
+) -> None:
+    shape = ModelShape(
+        vocab_size=512, d_model=192, d_ff=512, num_layers=4, num_heads=4, max_context_length=64
+    )
+    batch_size = 4 * parse_layout(layout).layout.data_parallel
+    peak = _peak(layout, shape, batch_size, 64, precision, checkpointing, on_accelerator=True)
+    measured = _MEASURED_ON_ACCELERATOR[layout, precision, checkpointing]
+    assert peak == pytest.approx(measured, rel=0.02)
 
 
 def test_parts_add_up_to_the_peak() -> None:
