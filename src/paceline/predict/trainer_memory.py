@@ -59,8 +59,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from paceline.accounting.counts import count_parameters, divide_into_stages
+from paceline.accounting.memory.passes import peak_of_sharded_passes
 from paceline.accounting.memory.step import MemoryParts
-from paceline.accounting.memory.strategy_buffers import peak_of_sharded_passes
 from paceline.core.plan import ParallelLayout
 from paceline.core.specs import BatchShape, ModelShape, Precision, bytes_per_element
 

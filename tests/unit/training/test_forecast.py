@@ -61,6 +61,34 @@ def test_smaller_micro_batches_need_less() -> None:
     assert small.parameters == large.parameters
 
 
+def test_accelerators_are_those_that_the_config_or_the_ranks_name() -> None:
+    config = _config(1)
+    on_cpu, on_accelerator = (
+        forecast(config, world_size=2, on_accelerator=known) for known in (False, True)
+    )
+    assert on_accelerator.memory_bytes < on_cpu.memory_bytes
+    assert forecast(config, world_size=2).memory == on_cpu.memory
+    named = dataclasses.replace(config, parallel=ParallelConfig(device="cuda"))
+    assert forecast(named, world_size=2).memory == on_accelerator.memory
+
+
+def test_every_micro_batch_counts() -> None:
+    def bytes_of(strategy: StrategyName, batch_size: int) -> int:
+        config = dataclasses.replace(
+            _config(1),
+            parallel=ParallelConfig(strategy=strategy),
+            training=StepConfig(batch_size=batch_size, micro_batch_size=1),
+        )
+        memory = forecast(config, world_size=2).memory
+        return memory.total - memory.buffers
+
+    # Gradients that are not averaged yet are whole on every rank, in their buckets or beside them.
+    gradients = forecast(_config(1), world_size=2).memory.parameters
+    assert bytes_of("ddp", 4) == bytes_of("ddp", 8)
+    assert bytes_of("zero2", 4) - bytes_of("zero2", 2) > gradients / 2
+    assert bytes_of("torch_fsdp2", 4) - bytes_of("torch_fsdp2", 2) > gradients / 4
+
+
 def test_what_is_kept_in_memory_is_said() -> None:
     config = _config(1)
     assert forecast(config, world_size=2).kept_in_memory_bytes == 0

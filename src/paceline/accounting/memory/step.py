@@ -24,7 +24,7 @@ from paceline.accounting.memory.activations import (
     count_activations,
 )
 from paceline.accounting.memory.model_states import model_state_bytes
-from paceline.accounting.memory.strategy_buffers import has_lasting_gradients, peak_of_passes
+from paceline.accounting.memory.passes import has_lasting_gradients, peak_of_passes
 from paceline.core.finding import Finding
 from paceline.core.hardware import Device
 from paceline.core.specs import (

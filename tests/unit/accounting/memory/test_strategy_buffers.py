@@ -8,16 +8,16 @@ from paceline.accounting.memory import strategy_buffers
 from paceline.accounting.memory.autograd_tape import Buffer, Tape, Value
 from paceline.accounting.memory.strategy_buffers import (
     Buckets,
+    LayerPlan,
     LocalGradients,
+    MessagePlan,
     ShardedLayers,
     TorchBuckets,
     TorchLayers,
-    _Bucket,
-    _Layer,
 )
 
 _GRADIENT = 8
-_LAYER = _Layer(full=100, message=20, shard=10)
+_LAYER = LayerPlan(full=100, message=20, shard=10)
 
 
 def _peaks(make: Callable[[Tape], LocalGradients], *, num_units: int, passes: int = 1) -> list[int]:
@@ -52,7 +52,7 @@ def test_gradients_wait_for_others_of_their_bucket(
     monkeypatch.setattr(strategy_buffers, "GROUP_BYTES", group_bytes)
 
     def buckets(tape: Tape) -> Buckets:
-        return Buckets(tape, [_Bucket(3)], 3)
+        return Buckets(tape, [MessagePlan(3)], 3)
 
     assert _peaks(buckets, num_units=3) == [waiting_bytes]
     # A pass that is not averaged moves each gradient at once, and later ones are added there.
@@ -70,7 +70,7 @@ def test_a_message_is_there_until_the_next_one_has_been_sent(
     monkeypatch.setattr(strategy_buffers, "GROUP_BYTES", 0)
 
     def messages(arriving: int) -> Callable[[Tape], Buckets]:
-        return lambda tape: Buckets(tape, [_Bucket(1, 20, arriving)] * 3, 3)
+        return lambda tape: Buckets(tape, [MessagePlan(1, 20, arriving)] * 3, 3)
 
     # Two messages, and the gradient that is moved into the second.
     assert _peaks(messages(0), num_units=3) == [2 * 20 + 8]
@@ -119,7 +119,7 @@ def test_a_shared_layer_stays_until_its_first_use_has_run_backward() -> None:
     assert _peaks(tied, num_units=6) == [4 * 100 + 20 + 20 + 20 + 8]
 
 
-def _torch_peak(layer: _Layer) -> int:
+def _torch_peak(layer: LayerPlan) -> int:
     # Units: embedding, three blocks, norm, head; all but blocks are one layer.
     (peak,) = _peaks(
         lambda tape: TorchLayers(tape, [layer] * 4, [0, 1, 2, 3, 0, 0], 3), num_units=6
@@ -135,5 +135,5 @@ def test_of_torch_three_buffers_of_blocks_exist_when_a_second_block_is_gathered(
 def test_of_torch_a_block_is_gathered_and_another_averaged_in_backward() -> None:
     # Before block 1: the root, what block 1 has received and its copy, the input of block 2's
     # reduction, two shards, and the gradients of head and norm.
-    layer = _Layer(full=100, message=100, shard=50)
+    layer = LayerPlan(full=100, message=100, shard=50)
     assert _torch_peak(layer) == 3 * 100 + 100 + 2 * 50 + 2 * 8
