@@ -30,7 +30,8 @@ root.
     bfloat16          autocast: weights, gradients, residual stream and norms stay in float32. A
                       norm's output is copied for every matrix that reads it, three before attention
                       and two before feed-forward. These copies, everything else that a block keeps,
-                      and copies of its matrices take half
+                      and copies of its matrices take half. With recomputation, autocast itself
+                      holds the copies of matrices until forward is over
     stage's output    kept for each micro-batch in flight
     receive buffers   of a pipeline, on accelerators: every stage has memory for the input and for
                       the gradient of the output of all micro-batches, from the first step on. On a
@@ -41,9 +42,9 @@ the loss (three tensors the size of the logits); at the backward of head and fin
 the size of the residual stream); in a block's backward when the next block is gathered, when the
 feed-forward layer's hidden gradients exist, and when all of the block's weight gradients exist; and
 at the embedding. Memory changes linearly between the second block that runs backward and the last
-one, so only the first two and the last are evaluated. With ZeRO-3 on a busy machine, gloo threads
-may release an all-gather's result and buffer only after the next ones are allocated. These up to
-two extra blocks are not modelled.
+but one, after which nothing is prefetched, so only the first two and the last two are evaluated.
+With ZeRO-3 on a busy machine, gloo threads may release an all-gather's result and buffer only after
+the next ones are allocated. These up to two extra blocks are not modelled.
 
 On accelerators, norms do not keep their scaled inputs, and gathering needs no buffer of gloo's. A
 layout of shards and replicas alone, without other axes, is then followed pass by pass instead: see
@@ -120,6 +121,8 @@ class _Sizes:
     """One weight matrix of the feed-forward layer."""
     kept: float
     """Activations of one micro-batch that a block keeps for backward."""
+    cached: float
+    """Copies of a block's matrices that only autocast holds, until forward is over."""
     recomputed: float
     """Activations that a block computes again during its backward; 0 without recomputation."""
     stream: float
@@ -218,6 +221,7 @@ def _sizes(
     keys = 2 * layout.context * shape.key_value_width
     divided = (3 * shape.attention_width + keys + 4 * shape.d_ff) / tensor
     low = _BYTES if precision == _FLOAT32 else bytes_per_element(precision.compute)
+    copies = 0.0
     if precision == _FLOAT32:
         read = 2 * _BYTES * tokens * shape.d_model
         activations = norms + read + _BYTES * tokens * divided
@@ -232,7 +236,9 @@ def _sizes(
         head=_BYTES * shape.vocab_size * shape.d_model / tensor,
         matrix=_BYTES * shape.d_model * shape.d_ff / tensor,
         kept=stream if recomputes else activations,
-        recomputed=activations if recomputes else 0.0,
+        cached=copies if recomputes else 0.0,
+        # Its input is kept already.
+        recomputed=activations - stream if recomputes else 0.0,
         stream=stream,
         hidden=low * tokens * shape.d_ff / tensor,
         logits=numbers * shape.vocab_size / tensor,
@@ -342,9 +348,11 @@ class _Rank:
         buffer = 0.0 if self._is_pipeline else self._buffer
         if buffer:
             own = 0.0 if self._reshards else sizes.block
-            yield accumulated + gathered - own + 3 * buffer - sizes.kept + sizes.stream
+            cached = (stage.num_blocks - 1) * sizes.cached
+            yield accumulated + gathered - own + 3 * buffer - sizes.kept + sizes.stream + cached
         if stage.head:
-            yield accumulated + gathered + buffer + 3 * sizes.stream + sizes.logits
+            cached = stage.num_blocks * sizes.cached
+            yield accumulated + gathered + buffer + 3 * sizes.stream + sizes.logits + cached
             # torch's loss of split logits returns a product of a sum of two.
             num_logits = 4 if self._layout.tensor > 1 else 3
             yield accumulated + gathered + 3 * sizes.stream + num_logits * sizes.logits
@@ -358,9 +366,9 @@ class _Rank:
         return stage.root + (0.0 if self._reshards else num_blocks * self._sizes.block)
 
     def _backward(self, stage: _Stage, is_first: bool) -> Iterator[float]:
-        """Yields memory during the first two blocks that run backward, and the last one."""
+        """Yields memory during the first two blocks that run backward, and the last two."""
         sizes, blocks = self._sizes, stage.num_blocks
-        for done in sorted({0, min(1, blocks - 1), blocks - 1}):
+        for done in sorted({0, min(1, blocks - 1), max(0, blocks - 2), blocks - 1}):
             there = self._while_block_runs(stage, done, is_first) - done * sizes.kept
             there += sizes.recomputed
             prefetched = self._buffer if self._reshards and done < blocks - 1 else 0.0

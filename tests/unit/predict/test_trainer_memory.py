@@ -136,9 +136,9 @@ def test_without_tokens_to_speak_of_a_rank_holds_states_gradients_and_what_is_ga
     # Three states, and FSDP2's copy of each block, which averaged gradients replace block by block;
     # plus the current block's gradients and the input of the previous reduction.
     assert blocks("replicate=2", 1) == pytest.approx(6 * 4 + 2, rel=0.01)
-    # Half of the states and of five blocks' gradients. The first block runs backward last; it adds
-    # its gathered copy, its gradients and the input of the previous reduction.
-    assert blocks("shard=2,zero=3", 1) == pytest.approx(6 * 2 - 0.5 + 3, rel=0.02)
+    # Half of the states and of four blocks' gradients. The second block runs backward; it adds its
+    # gathered copy, the next one's, its gradients and the input of the previous reduction.
+    assert blocks("shard=2,zero=3", 1) == pytest.approx(6 * 1.5 + 4 * 0.5 + 4, rel=0.02)
 
 
 def test_the_fullest_rank_counts() -> None:
