@@ -44,7 +44,7 @@ from paceline.checkpoint.format import (
 )
 from paceline.checkpoint.storage import CheckpointStorage, open_checkpoints
 from paceline.core.finding import Finding
-from paceline.parallel.ranks.collectives import from_first
+from paceline.parallel.ranks.collectives import from_first, host_side_device, resolve_group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def load_newest_valid(
         where: A directory that all ranks share, or ``s3://bucket/prefix``.
         load: Loads what it needs from a source, the same on all ranks; called again after a
             failure.
-        group: CPU process group of the ranks; all ranks by default.
+        group: Process group of the ranks; all ranks by default.
     """
     location = open_checkpoints(where)
 
@@ -235,7 +235,9 @@ class CheckpointReader(StorageReader):
         rank = dist.get_rank(group) if is_distributed else 0
         world_size = dist.get_world_size(group) if is_distributed else 1
         if is_distributed:
-            dist.all_reduce(self._is_verified, dist.ReduceOp.MAX, group=group)
+            everywhere = self._is_verified.to(host_side_device(resolve_group(group)))
+            dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+            self._is_verified.copy_(everywhere)
         unread = [
             (stored, block)
             for stored in self._stored.values()

@@ -122,6 +122,7 @@ def _answer(peer: int, device: torch.device) -> None:
     for _ in range(_EXCHANGES):
         clock = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(clock, src=peer)
+        accelerator.synchronize_stream(device)  # On an accelerator, recv does not wait for it.
         clock.fill_(time.time_ns())
         dist.send(clock, dst=peer)
 

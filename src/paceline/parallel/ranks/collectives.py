@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import UsageError
+from paceline.devices import accelerator
 from paceline.parallel.ranks.pending import Pending
 
 
@@ -48,6 +49,16 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
         group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def host_side_device(group: dist.ProcessGroup) -> torch.device:
+    """Returns the device for messages about values of the host: the CPU, if a group sends from it.
+
+    NCCL sends from GPUs only.
+    """
+    cpu = torch.device("cpu")
+    types = group._device_types
+    return cpu if cpu in types else accelerator.selected_device(types)
 
 
 class GroupReference:
