@@ -41,6 +41,14 @@ from paceline.parallel.traffic import Traffic
 Named: TypeAlias = tuple[str, nn.Parameter]
 
 
+class PlainParameter(nn.Parameter):
+    """A full plain parameter beside DTensors.
+
+    On accelerators torch's optimizers update parameters together, which fails where plain tensors
+    and DTensors mix; among them, one of a class that torch does not know makes it take a loop.
+    """
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LayerParameter:
     """One parameter in its sharded and full form."""
@@ -351,9 +359,9 @@ class ShardedLayer:
                 LayerParameter(
                     name=name,
                     piece=piece,
-                    shard=nn.Parameter(
-                        local if spec is None else as_dtensor(local, spec), original.requires_grad
-                    ),
+                    shard=PlainParameter(local, original.requires_grad)
+                    if spec is None
+                    else nn.Parameter(as_dtensor(local, spec), original.requires_grad),
                     local=local,
                     full=nn.Parameter(full),
                     spec=spec,
