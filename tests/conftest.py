@@ -3,6 +3,7 @@
 import collections
 import os
 import tempfile
+import zlib
 from typing import Any
 
 import beartype
@@ -51,18 +52,43 @@ _TOGETHER = {
 """Files whose tests run sequentially in one worker, and the name of their shared resource."""
 
 
+_ALL_ON_ACCELERATORS = (
+    "tests/emulated/",
+    *(f"tests/distributed/test_{name}.py" for name in ("data_parallel_gpu", "training")),
+)
+"""Where all parameters that run on a CPU for every change also run on an accelerator."""
+_SLOW_ON_ACCELERATORS = ("tests/end_to_end/test_communication.py", "tests/end_to_end/test_train.py")
+"""Where nothing does: test_layout_runs.py trains and resumes, too."""
+
+
 @pytest.hookimpl(tryfirst=True)  # Before pytest deselects slow tests.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the parameters that ``sampled(number)`` leaves out as slow."""
+    """Marks the parameters that ``sampled(number)`` leaves out as slow.
+
+    On an accelerator every test has one parameter for every change, and tests of the host none.
+    """
+    # Late: the hook of jaxtyping comes first.
+    from tests import devices
+    from tests.emulated.lacks import lack_of
+
+    on_accelerator = devices.is_accelerator()
     families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        host = item.get_closest_marker("host")
+        if on_accelerator and host is not None:
+            item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {host.args[0]}"))
+        if devices.is_emulated() and (lack := lack_of(item.nodeid)) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"the emulated device lacks {lack}"))
+        if not item.get_closest_marker("slow"):
             families[item.nodeid.partition("[")[0]].append(item)
-    for family in families.values():
+    for name, family in families.items():
         mark = family[0].get_closest_marker("sampled")
-        assert mark is not None
-        number = min(mark.args[0], len(family))
+        number = len(family) if mark is None else min(mark.args[0], len(family))
         kept = {index * len(family) // number for index in range(number)}
+        if on_accelerator and not name.startswith(_ALL_ON_ACCELERATORS):
+            # Another one for each test, so that all containers and layouts are among them.
+            is_slow = name.startswith(_SLOW_ON_ACCELERATORS)
+            kept = set() if is_slow else {zlib.crc32(name.encode()) % len(family)}
         for index, item in enumerate(family):
             if index not in kept:
                 item.add_marker(pytest.mark.slow)

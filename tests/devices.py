@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.devices import accelerator
 from paceline.parallel import Session
@@ -21,6 +22,11 @@ def device_of(rank: int) -> torch.device:
     return accelerator.nth_device(kind, rank)
 
 
+def own_device() -> torch.device:
+    """Returns the device of the rank that asks."""
+    return device_of(dist.get_rank())
+
+
 def backend() -> str:
     """Returns the backend of the device's process groups."""
     return accelerator.default_backend(device_of(0).type)
@@ -30,6 +36,16 @@ def session_of(rank: int, world_size: int) -> Session:
     """Returns what a trainer is told of a rank of a pool."""
     placement = local_placement("spawn", rank, world_size)
     return Session(placement=placement, device=device_of(rank), backend=backend())
+
+
+def of_commands() -> str:
+    """Returns what commands are told: they find an accelerator, whatever it is called."""
+    return "auto" if is_accelerator() else "cpu"
+
+
+def is_accelerator() -> bool:
+    """Returns whether the session is about an accelerator."""
+    return device_of(0).type != "cpu"
 
 
 def is_emulated() -> bool:
@@ -47,3 +63,9 @@ def emulated() -> Any:
 def hazards() -> Sequence[str]:
     """Returns races of this process so far; none of a device that cannot tell."""
     return emulated().hazards() if is_emulated() else []
+
+
+def forget_hazards() -> None:
+    """Waits for the device, and forgets races so far."""
+    if is_emulated():
+        emulated().clear()

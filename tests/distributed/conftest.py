@@ -8,7 +8,7 @@ from multiprocessing import forkserver
 import pytest
 
 from paceline.parallel import RankPool
-from tests import devices
+from tests.distributed.device_pool import DevicePool
 
 _PRELOADED = [
     *("paceline.parallel.ranks.launch", "paceline.training.run"),
@@ -21,7 +21,7 @@ _MOST_THREADS = 16
 group that a test has made, until its rank ends: a thousand of them take all of the machine."""
 
 
-class CountedPool(RankPool):
+class CountedPool(DevicePool):
     """A pool that knows how many threads its ranks have."""
 
     def num_threads(self) -> int:
@@ -41,9 +41,7 @@ class Pools:
     def __call__(self, world_size: int) -> RankPool:
         """Returns the pool of a world size."""
         if world_size not in self._pools:
-            self._pools[world_size] = CountedPool(
-                world_size, backend=devices.backend(), timeout_s=60
-            )
+            self._pools[world_size] = CountedPool(world_size, timeout_s=60)
         return self._pools[world_size]
 
     def close(self, most_threads: int = 0) -> None:

@@ -17,6 +17,7 @@ from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.layout import MeshGroups, apply_layout, clip_grad_norm
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.parallel.strategies import without_synchronization
+from tests import devices
 
 CONTEXT, SEQUENCES, MICRO_BATCHES = 16, 4, 2
 MAX_NORM = 0.3
@@ -68,8 +69,9 @@ def train_case(rank: int, world_size: int, case: MeshCase) -> None:
     torch.manual_seed(0)
     recompute: Any = case.layout.activation_checkpointing
     model = TransformerLM(case.shape, activation_checkpointing=recompute)
+    model.to(devices.own_device())
     oracle = copy.deepcopy(model)
-    groups = MeshGroups(case.layout, rank, world_size, torch.device("cpu"))
+    groups = MeshGroups(case.layout, rank, world_size, devices.own_device())
     apply_layout(model, groups, compile_blocks=case.compiles)
     optimizer, expected_optimizer = make_optimizer(model), make_optimizer(oracle)
     assert list(dict(model.named_parameters())) == list(dict(oracle.named_parameters()))
@@ -78,7 +80,7 @@ def train_case(rank: int, world_size: int, case: MeshCase) -> None:
         total = torch.zeros(())
         for data_rank in range(groups.data_ranks):
             tokens, targets = batch(case, step, data_rank)
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            with torch.autocast(devices.own_device().type, torch.bfloat16, enabled=case.autocast):
                 logits = oracle(tokens)
             part = summed_loss(logits, targets) / (SEQUENCES * CONTEXT * groups.data_ranks)
             part.backward()
@@ -124,7 +126,7 @@ def _pass(case: MeshCase, model: nn.Module, groups: MeshGroups, step: int) -> Te
 
 
 def _backward(case: MeshCase, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+    with torch.autocast(devices.own_device().type, torch.bfloat16, enabled=case.autocast):
         logits = model(tokens)
     own_tokens = SEQUENCES * CONTEXT // case.layout.context
     loss = summed_loss(logits, targets) / own_tokens

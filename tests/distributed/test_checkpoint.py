@@ -25,9 +25,10 @@ from paceline.core.strategies import StrategyName
 from paceline.parallel import RankPool, ShardedOptimizer
 from paceline.parallel.strategies import apply_strategy, make_optimizer
 from paceline.parallel.zero.optimizer_checkpoint import parameter_names
+from tests import devices
+from tests.distributed.device_pool import DevicePool
 from tests.unit.data.s3_server import s3_server
 
-CPU = torch.device("cpu")
 Pools = Callable[[int], RankPool]
 Numbers = dict[str, Tensor]
 
@@ -73,7 +74,7 @@ class Run:
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         state = training_state(self.model, self.optimizers)
-        checkpointer.save(step, state, {"step": step}, capture_random_state(CPU))
+        checkpointer.save(step, state, {"step": step}, capture_random_state(devices.own_device()))
 
     def load(self, place: str) -> Restored:
         restored = load_newest_valid(
@@ -84,7 +85,7 @@ class Run:
         return restored
 
     def numbers(self) -> Numbers:
-        """Returns the full model and optimizer state, without the checkpoint code under test."""
+        """Returns copies of the full state on the host, without the checkpoint code under test."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=False)
         found = {
             f"model.{k}": v for k, v in get_model_state_dict(self.model, options=options).items()
@@ -94,7 +95,7 @@ class Run:
             found |= {f"{name}.{key}": value for key, value in state.items()}
         group = self.optimizer.param_groups[0]
         found["lr"] = torch.tensor([group["lr"], *group["betas"], group["weight_decay"]])
-        return {name: value.detach().clone() for name, value in found.items()}
+        return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
 
 
 def _full_states(optimizer: Optimizer) -> list[dict[str, Tensor]]:
@@ -187,7 +188,7 @@ def _train(
     torch.manual_seed(rank)
     if first:
         restored = run.load(place)
-        restore_random_state(restored.ranks[rank], CPU)
+        restore_random_state(restored.ranks[rank], devices.own_device())
     with Checkpointer(place) as checkpointer:
         for step in range(first, last):
             run.step(step)
@@ -258,7 +259,7 @@ def test_ranks_agree_to_fall_back(rank_pool: Pools, tmp_path: pathlib.Path) -> N
 
 def test_ranks_save_to_a_bucket(tmp_path: pathlib.Path) -> None:
     # The pool starts inside, so that its ranks inherit the server's environment variables.
-    with s3_server() as bucket, RankPool(2, timeout_s=60) as pool:
+    with s3_server() as bucket, DevicePool(2, timeout_s=60) as pool:
         place = f"{bucket}/run"
         whole = pool.run(_train, "fsdp", str(tmp_path), 0, 4)
         first = pool.run(_train, "fsdp", place, 0, 2)

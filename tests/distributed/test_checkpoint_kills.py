@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_stock
 from paceline.checkpoint.catalog import list_checkpoints
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.restore import load_newest_valid
-from paceline.parallel import RankError, RankPool
+from paceline.parallel import RankError
 from paceline.parallel.zero.optimizer_checkpoint import FlatPiece
+from tests.distributed.device_pool import DevicePool
 
 ELEMENTS = 200_000
 KEYS = 4
@@ -53,7 +54,7 @@ def _kill(place: pathlib.Path, number: int, seed: int) -> None:
     chosen = random.Random(seed)
     place.mkdir(exist_ok=True)
     last, seen = -1, 0
-    with RankPool(2, timeout_s=60) as pool:
+    with DevicePool(2, timeout_s=60) as pool:
         for _ in range(number):
             with pytest.raises(RankError, match="rank"):
                 pool.run(
@@ -107,7 +108,7 @@ def test_stock_checkpoints_for_comparison(
     """Counts losses with torch's save, which overwrites one directory as in its documentation."""
     chosen = random.Random(2)
     lost, kills = 0, 20
-    with RankPool(2, timeout_s=60) as pool:
+    with DevicePool(2, timeout_s=60) as pool:
         for kill in range(kills):
             place = tmp_path / str(kill)
             with pytest.raises(RankError, match="rank"):

@@ -19,6 +19,7 @@ from paceline.parallel import RankError, RankPool
 from paceline.training.config import RunConfig
 from paceline.training.metrics import EventRow, MetricsFile
 from paceline.training.run_checkpointer import RunCheckpointer
+from tests.distributed.device_pool import DevicePool
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
 Pools = Callable[[int], RankPool]
@@ -168,7 +169,7 @@ def test_killed_processes_leave_their_memory(
     config: RunConfig, rank_pool: Pools, whole: Callable[[str], RunConfig]
 ) -> None:
     run = changed(config, "killed", checkpoint={"memory_every_steps": 1})
-    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match="rank"):
+    with DevicePool(2, timeout_s=60) as pool, pytest.raises(RankError, match="rank"):
         pool.run(functools.partial(_train_until_lost, kill=True), run)
     rank_pool(2).run(_train, run)
     assert _notices(run) == [f"step {LAST_IN_MEMORY} was restored from memory"]

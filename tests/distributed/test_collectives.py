@@ -9,20 +9,21 @@ from paceline.benchmarks.collectives import Collective, measure_collective, time
 from paceline.benchmarks.config import CollectiveCase, CollectiveSweep
 from paceline.core.strategies import Operation
 from paceline.parallel import RankError, RankPool
+from tests import devices
+from tests.distributed.device_pool import DevicePool
 
 Pools = Callable[[int], RankPool]
-CPU = torch.device("cpu")
 
 
 def _check(_rank: int, world_size: int, operation: Operation, size_bytes: int) -> int:
-    collective = Collective(operation, size_bytes, CPU)
+    collective = Collective(operation, size_bytes, devices.own_device())
     collective.check()
     assert collective.num_elements % world_size == 0
     return collective.size_bytes
 
 
 def _check_wrong(rank: int, _world_size: int) -> None:
-    collective = Collective("all_reduce", 1000, CPU)
+    collective = Collective("all_reduce", 1000, devices.own_device())
     run = collective.run
 
     def spoiled() -> None:
@@ -43,11 +44,11 @@ def _measure(
                 return time_call(collective, device) + 5.0
 
             patch.setattr(communication, "time_call", slow_time_call)
-        return measure_collective(CPU, case).samples
+        return measure_collective(devices.own_device(), case).samples
 
 
 def _check_astray(_rank: int, _world_size: int) -> None:
-    collective = Collective("all_to_all", 1000, CPU)
+    collective = Collective("all_to_all", 1000, devices.own_device())
     run = collective.run
 
     def exchanged() -> None:
@@ -70,13 +71,13 @@ def test_every_operation_gives_the_right_result(
 
 def test_a_wrong_result_is_noticed() -> None:
     complaint = r"all_reduce of \d+ bytes gave a wrong result"
-    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match=complaint):
+    with DevicePool(2, timeout_s=60) as pool, pytest.raises(RankError, match=complaint):
         pool.run(_check_wrong)
 
 
 def test_chunks_that_went_astray_are_noticed() -> None:
     complaint = r"all_to_all of \d+ bytes gave a wrong result"
-    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match=complaint):
+    with DevicePool(2, timeout_s=60) as pool, pytest.raises(RankError, match=complaint):
         pool.run(_check_astray)
 
 

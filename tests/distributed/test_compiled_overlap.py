@@ -9,6 +9,8 @@ from paceline.core import ModelShape
 from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import BucketedDataParallel, OverlapWarning, run_ranks
 
+pytestmark = pytest.mark.host("compilers need kernels")
+
 SHAPE = ModelShape(vocab_size=128, d_model=192, d_ff=512, num_layers=3, num_heads=3)
 COMPILER_S = 240.0
 """The first compilation takes 20 s on an idle core, and several times as long on a busy one."""

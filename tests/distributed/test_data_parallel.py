@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel import BucketedDataParallel, RankError, RankPool, contract
+from tests import devices
+from tests.distributed.device_pool import DevicePool
 from tests.distributed.toys import (
     CONTAINERS,
     MODELS,
@@ -423,7 +425,8 @@ def test_state_has_the_names_of_the_inner_module(rank_pool: Pools) -> None:
 
 def _groups(rank: int, _world_size: int, as_mesh: bool) -> None:
     if as_mesh:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        kind = devices.own_device().type
+        mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("outer", "inner"))
         with pytest.raises(Exception, match="one dimension"):
             make_pair(rank, "layered", "ddp", process_group=mesh)
         group = mesh["inner"]
@@ -547,7 +550,8 @@ def _statistics(rank: int, _world_size: int, container: str) -> None:
     assert launches == sorted(launches)
     for bucket in stats.buckets:
         assert 0 < bucket.launch_s < bucket.finish_s
-        assert bucket.finish_s <= stats.backward_s + stats.exposed_wait_s
+        if not devices.is_accelerator():  # Whose streams each see the end of a message themselves.
+            assert bucket.finish_s <= stats.backward_s + stats.exposed_wait_s
     late = [bucket for bucket in stats.buckets if bucket.launch_s > stats.backward_s]
     assert len(late) == (len(launches) if container in ("naive", "flat") else 0)
 
@@ -573,7 +577,7 @@ def _inside_and_outside(rank: int, _world_size: int) -> None:
 
 
 def test_a_gradient_that_comes_after_its_bucket_has_gone_is_refused_by_name() -> None:
-    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match=r"'layer\.\w+' got a"):
+    with DevicePool(2, timeout_s=60) as pool, pytest.raises(RankError, match=r"'layer\.\w+' got a"):
         pool.run(_inside_and_outside)
 
 
@@ -584,7 +588,7 @@ def _sparse(rank: int, _world_size: int) -> None:
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     with (
-        RankPool(2, timeout_s=60) as pool,
+        DevicePool(2, timeout_s=60) as pool,
         pytest.raises(RankError, match=r"'weight' has a torch\.sp"),
     ):
         pool.run(_sparse)
@@ -645,7 +649,10 @@ def _broken_off_while_sending(rank: int, _world_size: int) -> None:
 
 
 def test_a_backward_that_broke_off_while_sending_is_an_error() -> None:
-    with RankPool(2, timeout_s=60) as pool, pytest.raises(RankError, match="was interrupted while"):
+    with (
+        DevicePool(2, timeout_s=60) as pool,
+        pytest.raises(RankError, match="was interrupted while"),
+    ):
         pool.run(_broken_off_while_sending)
 
 
@@ -718,7 +725,7 @@ def _converted(rank: int, _world_size: int) -> None:
 
 def test_a_model_converted_after_wrapping_is_refused_by_name() -> None:
     with (
-        RankPool(2, timeout_s=60) as pool,
+        DevicePool(2, timeout_s=60) as pool,
         pytest.raises(RankError, match=r"'\S+' was converted to torch\.float64"),
     ):
         pool.run(_converted)
@@ -796,7 +803,7 @@ def test_gradients_of_the_input_alone_send_nothing(rank_pool: Pools) -> None:
 
 def _clip_and_scale(rank: int, world_size: int) -> None:
     ours, oracle = make_pair(rank, "layered", "ddp")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(devices.own_device().type, init_scale=1024.0)
     optimizers = make_optimizer(ours), make_optimizer(oracle)
     for step in range(3):
         scaler.scale(loss_of(ours(data(step, rank), rank))).backward()
@@ -845,7 +852,7 @@ def _nested_containers(rank: int, _world_size: int) -> None:
 
 def test_a_reentrant_checkpoint_around_the_container_is_refused_by_name() -> None:
     with (
-        RankPool(2, timeout_s=60) as pool,
+        DevicePool(2, timeout_s=60) as pool,
         pytest.raises(
             RankError, match=r"reentrant checkpoint around the whole container|got a sec"
         ),

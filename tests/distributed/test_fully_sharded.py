@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.specs import ModelShape
+from paceline.devices import accelerator
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.fsdp.layer import ShardedLayer
+from tests import devices
 from tests.distributed.toys import MODELS, WIDTH, Layered, Shapes, data, loss_of
 
 Pools = Callable[[int], RankPool]
@@ -52,7 +54,7 @@ class Transformer(nn.Module):
     def __init__(self, **keywords: Any) -> None:
         super().__init__()
         shape = ModelShape(vocab_size=VOCABULARY, d_model=8, d_ff=12, num_layers=4, num_heads=2)
-        self.language_model = TransformerLM(shape, **keywords)
+        self.language_model = TransformerLM(shape, **keywords).to(torch.empty(0).device)
 
     def forward(self, x: Tensor, _rank: int) -> Tensor:
         return self.language_model(_tokens(x))
@@ -344,9 +346,13 @@ def test_several_backward_passes_accumulate(rank_pool: Pools, model: str, way: s
     rank_pool(3).run(_accumulate, model, way)
 
 
+_WIDE = torch.float32 if devices.is_accelerator() else None
+"""The dtype to ask for where sums must be exact: CPU ranks sum in the parameters' in any case."""
+
+
 def _low_precision(rank: int, world_size: int, model: str, dtype: torch.dtype) -> None:
     """Compares with an oracle that computes in `dtype`, but averages and steps in float32."""
-    ours, oracle = _make_pair(rank, model, compute_dtype=dtype)
+    ours, oracle = _make_pair(rank, model, compute_dtype=dtype, reduce_dtype=_WIDE)
     exact = copy.deepcopy(oracle)
     optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (ours, oracle)]
     for step in range(3):
@@ -399,7 +405,7 @@ class _Given(nn.Module):
 
 
 def _sum_wide(rank: int, _world_size: int, numbers: list[float], dtype: torch.dtype) -> float:
-    container = FullyShardedDataParallel(_Given(), compute_dtype=dtype)
+    container = FullyShardedDataParallel(_Given(), compute_dtype=dtype, reduce_dtype=_WIDE)
     container(torch.full((8,), numbers[rank])).backward()
     (shard,) = container.parameters()
     assert shard.grad is not None
@@ -513,7 +519,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _memory(rank: int, world_size: int) -> None:
     # A mesh has its own tensors, and keeps more of them once it is used.
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(devices.own_device().type, (world_size,))
     first = FullyShardedDataParallel(Blocks(), process_group=mesh)
     loss_of(first(data(0, rank), rank)).backward()
     torch.optim.SGD(first.parameters(), lr=0.1).step()
@@ -669,7 +675,8 @@ def test_parameters_may_be_frozen_and_unfrozen(rank_pool: Pools) -> None:
 
 def _groups(rank: int, _world_size: int, as_mesh: bool) -> None:
     if as_mesh:
-        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
+        kind = devices.own_device().type
+        group = init_device_mesh(kind, (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
     else:
         group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     torch.manual_seed(rank)
@@ -775,6 +782,7 @@ def _let_go(rank: int, _world_size: int) -> None:
     parameter = ours._layers[0].parameters[0]
     references = [weakref.ref(thing) for thing in (ours, parameter.full, parameter.shard)]
     del ours, parameter
+    accelerator.synchronize(devices.own_device())  # Its queue may hold tensors.
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
 

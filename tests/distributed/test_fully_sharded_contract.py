@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from paceline.parallel import RankPool
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.fsdp.layers import WrapPolicy
+from tests import devices
 from tests.distributed.toys import WIDTH, Layered, data, loss_of, oracle_backward
 
 Pools = Callable[[int], RankPool]
@@ -140,7 +141,7 @@ def _scale(rank: int, _world_size: int) -> tuple[bool, float]:
     torch.manual_seed(0)
     ours = FullyShardedDataParallel(nn.Sequential(nn.Linear(16, 16)))
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(devices.own_device().type, init_scale=4.0)
     before = ours.full_state_dict()
     # Only the gradient of the first row, which one rank holds, is not finite.
     factors = torch.ones(8, 16)
@@ -377,7 +378,7 @@ def _on_meta(rank: int, _world_size: int) -> None:
     dist.all_gather_object(gathered, states)
     assert gathered == [gathered[0]] * len(gathered)
     loss_of(ours(data(0, rank))).backward()
-    loaded = FullyShardedDataParallel(modules[1], device="cpu")
+    loaded = FullyShardedDataParallel(modules[1], device=devices.own_device())
     with pytest.raises(Exception, match="have no values yet"):
         loaded(data(0, rank))
     loaded.load_state_dict(ours.full_state_dict())
@@ -432,6 +433,7 @@ def _train_beyond_memory(rank: int, _world_size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.host("a limit of the host's memory")
 @pytest.mark.slow
 def test_a_model_larger_than_a_ranks_memory_trains(rank_pool: Pools) -> None:
     # Shards and their gradients take half of the model's bytes. The rest is room for a few layers
@@ -440,7 +442,9 @@ def test_a_model_larger_than_a_ranks_memory_trains(rank_pool: Pools) -> None:
 
 
 def _two_dimensions(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        devices.own_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     ours, oracle = _pair(rank, process_group=mesh)
     weight = ours.module.blocks[0].weight
     assert weight.placements == (Replicate(), Shard(0))
@@ -500,7 +504,8 @@ def _policies(rank: int, world_size: int, name: str) -> None:
         oracle_backward(oracle, step, world_size)
         _require_same_gradients(ours, oracle)
         if name == "replicated":
-            assert type(ours.module.gain) is nn.Parameter
+            assert isinstance(ours.module.gain, nn.Parameter)
+            assert not isinstance(ours.module.gain, DTensor)
             assert type(ours.module.first.norm.weight.grad) is Tensor
             norms = (ours.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(oracle.parameters(), 0.1))
             assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)

@@ -15,6 +15,7 @@ from paceline.parallel.fsdp import layer as layer_module
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.fsdp.layers import WrapPolicy
 from paceline.parallel.ranks.pending import Pending
+from tests.distributed.device_pool import DevicePool
 from tests.distributed.toys import WIDTH, data, loss_of
 
 Pools = Callable[[int], RankPool]
@@ -87,10 +88,11 @@ def _break_off(rank: int, _world_size: int, where: str) -> str:
     return "went on"
 
 
+@pytest.mark.host("NCCL ends a rank whose messages do not come")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_a_broken_pass_every_rank_that_goes_on_says_so(where: str) -> None:
-    with RankPool(2, timeout_s=5, run_timeout_s=60) as pool:
+    with DevicePool(2, timeout_s=5, run_timeout_s=60) as pool:
         first, second = pool.run(_break_off, where)
     assert first.startswith("SynchronizationError: rank 0: the last " + where)
     assert "restart from a checkpoint" in first

@@ -13,19 +13,20 @@ from paceline.models import TransformerLM
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.layout import MeshGroups, apply_layout
 from paceline.training.parallelize import draw_parts
+from tests import devices
 
 Pools = Callable[[int], RankPool]
-_CPU = torch.device("cpu")
 
 
 def _draw(rank: int, world_size: int, layout: ParallelLayout, shape: ModelShape) -> list[str]:
     """Returns the names of parameters that differ from the unsharded model's."""
     torch.manual_seed(3)
-    whole = TransformerLM(shape)
+    device = devices.own_device()
+    whole = TransformerLM(shape).to(device)
     with torch.device("meta"):
         model = TransformerLM(shape)
-    apply_layout(model, MeshGroups(layout, rank, world_size, _CPU))
-    model.to_empty(device=_CPU)
+    apply_layout(model, MeshGroups(layout, rank, world_size, device))
+    model.to_empty(device=device)
     draw_parts(model, seed=3)
     assert torch.equal(model.positions.cosine, whole.positions.cosine)
     expected = dict(whole.named_parameters())

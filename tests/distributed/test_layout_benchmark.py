@@ -4,7 +4,6 @@ import pathlib
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from paceline.benchmarks.calibration import measure_engine
 from paceline.benchmarks.compute_probes import BLOCK_TIME, engine_layouts
@@ -15,9 +14,9 @@ from paceline.benchmarks.options import ShapeOverrides
 from paceline.parallel import RankPool
 from paceline.traces.analysis import analyse_trace
 from paceline.traces.pipeline import PipelineStep, pipeline_steps
+from tests import devices
 
 Pools = Callable[[int], RankPool]
-_CPU = torch.device("cpu")
 
 
 def _case(*layouts: str, batch_size: int = 8) -> LayoutCase:
@@ -36,11 +35,12 @@ def _case(*layouts: str, batch_size: int = 8) -> LayoutCase:
 
 
 def _measure(_rank: int, _world_size: int, case: LayoutCase) -> list[LayoutResult]:
-    prepare(_CPU, LayoutComparison, case)
-    run_round(_CPU, False)
+    device = devices.own_device()
+    prepare(device, LayoutComparison, case)
+    run_round(device, False)
     for _ in range(case.sweep.rounds):
-        assert run_round(_CPU, True) > 0
-    return collect(_CPU)
+        assert run_round(device, True) > 0
+    return collect(device)
 
 
 def test_layouts_take_turns_and_ranks_agree_on_the_slowest_and_the_fullest(
@@ -56,9 +56,10 @@ def test_layouts_take_turns_and_ranks_agree_on_the_slowest_and_the_fullest(
 
 
 def _trace(_rank: int, _world_size: int, case: LayoutCase, path: pathlib.Path) -> None:
-    prepare(_CPU, LayoutComparison, case)
-    run_round(_CPU, False)
-    trace_rounds(_CPU, path, case.sweep.rounds)
+    device = devices.own_device()
+    prepare(device, LayoutComparison, case)
+    run_round(device, False)
+    trace_rounds(device, path, case.sweep.rounds)
 
 
 def _traced(pool: RankPool, path: pathlib.Path, layout: str) -> list[PipelineStep]:
@@ -69,6 +70,7 @@ def _traced(pool: RankPool, path: pathlib.Path, layout: str) -> list[PipelineSte
     return list(steps)
 
 
+@pytest.mark.skipif(devices.is_emulated(), reason="it has no profiler, and a host runs ahead")
 @pytest.mark.parametrize(
     ("layout", "bubble"),
     [
@@ -89,7 +91,7 @@ def test_a_trace_has_the_order_of_the_schedule(
 
 
 def _time_engine(_rank: int, _world_size: int) -> dict[str, dict[str, list[float]]]:
-    return measure_engine(_CPU, ranks_per_host=2, time_limit_s=0.0)
+    return measure_engine(devices.own_device(), ranks_per_host=2, time_limit_s=0.0)
 
 
 @pytest.mark.slow

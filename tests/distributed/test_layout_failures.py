@@ -16,6 +16,7 @@ from paceline.training.forecast import layout_of
 from paceline.training.parallelize import build
 from paceline.training.step import TrainingStep
 from tests import devices
+from tests.distributed.device_pool import DevicePool
 from tests.distributed.faulty_runs import Poison, train_faulty
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 from tests.distributed.test_pipeline import batch, pipeline_of, shape_of
@@ -61,7 +62,7 @@ def test_bfloat16_in_a_pipeline_is_that_of_one_process(config: RunConfig, rank_p
 
 
 def _fail_on_the_last_stage(rank: int, _world_size: int) -> None:
-    pipeline, _ = pipeline_of(TransformerLM(shape_of()))
+    pipeline, _ = pipeline_of(TransformerLM(shape_of()).to(devices.own_device()))
 
     def fail(*_: object) -> None:
         raise ArithmeticError("this stage is broken")
@@ -86,7 +87,7 @@ def _error_of(rank: int, world_size: int) -> str:
 
 @pytest.mark.slow
 def test_the_other_stages_end_with_an_error_of_their_own() -> None:
-    with RankPool(2, timeout_s=20, run_timeout_s=120) as pool:
+    with DevicePool(2, timeout_s=20, run_timeout_s=120) as pool:
         first, last = pool.run(_error_of)
     assert "this stage is broken" in last
     assert "Timed out" in first

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.benchmarks.config import LayoutCase, LayoutSweep
 from paceline.benchmarks.harness.ranks import collect, prepare, run_round
@@ -13,9 +12,9 @@ from paceline.benchmarks.options import ShapeOverrides
 from paceline.core.specs import BatchShape
 from paceline.parallel import RankPool
 from paceline.predict.trainer_memory import trainer_memory
+from tests import devices
 
 Pools = Callable[[int], RankPool]
-_CPU = torch.device("cpu")
 _LEAST_OF_ZERO_3 = 0.8
 _TINY = ShapeOverrides(num_layers=4, d_model=128, d_ff=384, num_heads=4, num_kv_heads=2)
 _ON_TWO = ("shard=2,zero=3,micro=4", "tensor=2,sp=1,micro=4", "pipeline=2,interleave=2,micro=1")
@@ -35,9 +34,10 @@ _ON_FOUR = (
 
 
 def _peaks(_rank: int, _world_size: int, case: LayoutCase) -> list[int]:
-    prepare(_CPU, LayoutComparison, case)
-    run_round(_CPU, False)
-    return [result.peak_bytes for result in collect(_CPU)]
+    device = devices.own_device()
+    prepare(device, LayoutComparison, case)
+    run_round(device, False)
+    return [result.peak_bytes for result in collect(device)]
 
 
 def _require_agreement(pool: RankPool, layout: str, **options: Any) -> None:

@@ -11,10 +11,11 @@ from paceline.core.plan import ParallelLayout, Sharding
 from paceline.parallel import RankPool
 from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.layout import MeshGroups
+from tests import devices
+from tests.distributed.device_pool import DevicePool
 from tests.distributed.mesh_cases import MeshCase, train_case
 
 Pools = Callable[[int], RankPool]
-CPU = torch.device("cpu")
 QUICK = (
     MeshCase(layout=ParallelLayout(tensor=2, sequence_parallel=True), tied=True),
     MeshCase(layout=ParallelLayout(context=2, sharding="gradients")),
@@ -99,7 +100,7 @@ def test_every_layout_trains_as_one_process(
 def test_recomputation_precision_and_compilation(rank_pool: Pools, case: MeshCase) -> None:
     if case.compiles:
         # On a busy machine the compiler alone takes longer than ranks otherwise may.
-        with RankPool(case.layout.world_size, timeout_s=240) as pool:
+        with DevicePool(case.layout.world_size, timeout_s=240) as pool:
             pool.run(train_case, case)
         return
     rank_pool(case.layout.world_size).run(train_case, case)
@@ -115,7 +116,7 @@ def test_eight_ranks(rank_pool: Pools) -> None:
 
 def _groups(rank: int, world_size: int) -> tuple[int, int, int, tuple[int, ...]]:
     layout = ParallelLayout(replicate=2, context=2)
-    groups = MeshGroups(layout, rank, world_size, CPU)
+    groups = MeshGroups(layout, rank, world_size, devices.own_device())
     assert groups.tensor is None
     assert groups.pipeline is None
     assert groups.shards is None
@@ -123,12 +124,12 @@ def _groups(rank: int, world_size: int) -> tuple[int, int, int, tuple[int, ...]]
     assert groups.context is not None
     share = ContextShare(groups.context)
     own = share.take(torch.arange(8).expand(2, 8))
-    assert torch.equal(own[0], share.positions(4, CPU))
+    assert torch.equal(own[0], share.positions(4, devices.own_device()))
     assert torch.equal(share.put_together(own, dim=1)[1], torch.arange(8))
     with pytest.raises(ShapeError, match="6 tokens is not divisible into 4 parts, two for each"):
         share.take(torch.zeros(1, 6))
     with pytest.raises(UsageError, match=r"a layout of 2 ranks .tensor 2. cannot run on 4; start"):
-        MeshGroups(ParallelLayout(tensor=2), rank, world_size, CPU)
+        MeshGroups(ParallelLayout(tensor=2), rank, world_size, devices.own_device())
     return groups.data_rank, groups.replicas.size(), groups.gradient_ranks, tuple(own[0].tolist())
 
 

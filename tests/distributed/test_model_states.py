@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import pytest
-import torch
 
 from paceline.accounting import step_memory
 from paceline.accounting.memory.model_states import parameter_sizes, rank_state_bytes
@@ -23,6 +22,7 @@ from paceline.core.specs import (
 )
 from paceline.core.strategies import BUCKET_STRATEGIES, StrategyName
 from paceline.parallel import RankPool
+from tests import devices
 
 Pools = Callable[[int], RankPool]
 
@@ -53,7 +53,10 @@ def _case(
     attention: AttentionImplementation = "sdpa",
 ) -> StepCase:
     sweep = StepSweep(
-        activation_checkpointing=checkpointing, attention=attention, device="cpu", steps=1
+        activation_checkpointing=checkpointing,
+        attention=attention,
+        device=devices.device_of(0).type,
+        steps=1,
     )
     return StepCase(sweep, "test", shape, batch, "train", precision, warmup=1)
 
@@ -62,7 +65,7 @@ def _held(_rank: int, _world_size: int, strategy: StrategyName) -> tuple[int, ..
     """Returns the bytes of this rank's parameters, gradients and optimizer state in training."""
     case = _case(ODD, BatchShape(num_sequences=2, context_length=5))
     variant = Variant(strategy=strategy, bucket_size_mb=BUCKET_SIZES_MB.get(strategy))
-    step = StrategyStep(case, variant, torch.device("cpu"))
+    step = StrategyStep(case, variant, devices.own_device())
     for _ in range(2):
         step.run()
     step.forward_and_backward()
@@ -89,7 +92,7 @@ def _memory(
     size = 25.0 if strategy in BUCKET_STRATEGIES else None
     variant = Variant(strategy=strategy, bucket_size_mb=size)
     gc.collect()  # Garbage of the last strategy must not be freed during this measurement.
-    measurement = OptimizerMeasurement(OptimizerCase(case, variant), torch.device("cpu"))
+    measurement = OptimizerMeasurement(OptimizerCase(case, variant), devices.own_device())
     memory = measurement.result().memory
     del measurement
     gc.collect()

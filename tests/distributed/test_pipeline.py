@@ -18,6 +18,7 @@ from paceline.parallel import RankPool
 from paceline.parallel.mesh.layout import MeshGroups
 from paceline.parallel.mesh.pipeline import Pipeline
 from paceline.training.parallelize import place_model
+from tests import devices
 
 Pools = Callable[[int], RankPool]
 CONTEXT, SEQUENCES, MICRO_BATCHES = 12, 8, 4
@@ -55,7 +56,7 @@ def pipeline_of(
     layout = ParallelLayout(pipeline=num_ranks, pipeline_interleave=interleave)
     pipeline = place_model(
         model,
-        MeshGroups(layout, dist.get_rank(), num_ranks, torch.device("cpu")),
+        MeshGroups(layout, dist.get_rank(), num_ranks, devices.own_device()),
         context_length=CONTEXT,
         num_micro_batches=MICRO_BATCHES,
         loss=mean_loss,
@@ -79,7 +80,7 @@ def _train(
     checkpointing = "full" if recompute else "none"
     model = TransformerLM(
         shape_of(num_layers, tied=tied), attention="sdpa", activation_checkpointing=checkpointing
-    )
+    ).to(devices.own_device())
     oracle = copy.deepcopy(model)
     pipeline, own = pipeline_of(model, interleave)
     expected = dict(oracle.named_parameters(remove_duplicate=False))
@@ -151,7 +152,7 @@ def test_every_pipeline_trains_as_one_process(
 
 
 def _refuse(_rank: int, world_size: int) -> None:
-    model = TransformerLM(shape_of())
+    model = TransformerLM(shape_of()).to(devices.own_device())
     pipeline, _ = pipeline_of(model)
     tokens, targets = batch(0)
     with pytest.raises(UsageError, match="7 sequences cannot be split into 4 equal"):

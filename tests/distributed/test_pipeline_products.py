@@ -18,6 +18,7 @@ from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.layout import MeshGroups, clip_grad_norm
 from paceline.parallel.mesh.tensor import summed_loss, vocabulary_parallel
 from paceline.training.parallelize import place_model
+from tests import devices
 from tests.distributed.test_pipeline import CONTEXT, MICRO_BATCHES, SEQUENCES, batch, shape_of
 
 Pools = Callable[[int], RankPool]
@@ -53,9 +54,9 @@ def _whole(tensor: Tensor) -> Tensor:
 def _train(rank: int, world_size: int, case: Case) -> None:
     layout = case.layout
     torch.manual_seed(0)
-    model = TransformerLM(shape_of(tied=case.tied), attention="sdpa")
+    model = TransformerLM(shape_of(tied=case.tied), attention="sdpa").to(devices.own_device())
     oracle = copy.deepcopy(model)
-    groups = MeshGroups(layout, rank, world_size, torch.device("cpu"))
+    groups = MeshGroups(layout, rank, world_size, devices.own_device())
     num_tokens = SEQUENCES * CONTEXT * groups.data_ranks
     scale = groups.gradient_ranks / num_tokens
     pipeline = place_model(

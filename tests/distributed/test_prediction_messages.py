@@ -12,6 +12,7 @@ from paceline.models import TransformerLM, next_token_loss
 from paceline.parallel import RankPool
 from paceline.parallel.strategies import apply_strategy, message_sizes
 from paceline.predict.step import PREDICTED, gradient_collectives
+from tests import devices
 
 Pools = Callable[[int], RankPool]
 
@@ -26,7 +27,7 @@ CASES = [
 
 
 def _messages(rank: int, world_size: int, name: StrategyName, size_mb: float | None) -> list[int]:
-    model = apply_strategy(name, TransformerLM(SHAPE), size_mb)
+    model = apply_strategy(name, TransformerLM(SHAPE).to(devices.own_device()), size_mb)
     tokens = torch.full((1, 4), rank)
     # torch rebuilds its buckets after the first steps, and reports them later.
     for _ in range(5 if isinstance(model, DistributedDataParallel) else 1):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from paceline.parallel import RankError, RankPool
 from tests.processes import is_running
 
+pytestmark = pytest.mark.host("how ranks are started and end")
+
 
 def _process_id(rank: int, world_size: int) -> int:
     values = torch.ones(1)

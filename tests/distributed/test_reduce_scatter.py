@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from paceline.devices import accelerator
 from paceline.parallel import RankPool
 from paceline.parallel.ranks import collectives
 from paceline.parallel.ranks.collectives import start_all_gather, start_reduce_scatter
+from tests import devices
 
 Pools = Callable[[int], RankPool]
 
@@ -32,7 +34,8 @@ def _reduce(rank: int, world_size: int, way: str, dtype: torch.dtype) -> None:
     # Several in flight at a time; the first one started is the last one waited for.
     pending = [start_reduce_scatter(messages[rank].clone(), dist.group.WORLD) for _ in range(3)]
     for reduction in reversed(pending):
-        reduction.wait()
+        reduction.wait()  # On an accelerator, only its current stream waits.
+        accelerator.synchronize(devices.own_device())
         assert reduction.is_completed()
     pending[0].add_to(target, overwrite=True)
     assert torch.equal(target, expected)
@@ -109,7 +112,7 @@ from paceline.parallel.ranks.collectives import start_reduce_scatter
 
 with distributed_session(ranks_per_host=2, timeout_s=120) as session:
     if session.rank == 1:
-        pending = start_reduce_scatter(torch.ones(1000), dist.group.WORLD)
+        pending = start_reduce_scatter(torch.ones(1000, device=session.device), dist.group.WORLD)
         raise SystemExit(3)
     time.sleep(100)
 """

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from paceline.benchmarks.collectives import all_reduce_self_test
 from paceline.parallel import RankError, run_ranks
 
+pytestmark = pytest.mark.host("how ranks are started and end")
+
 
 def _sum_of_ranks(rank: int, world_size: int, factor: int) -> float:
     values = torch.full((3,), float(rank * factor))

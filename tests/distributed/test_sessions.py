@@ -18,6 +18,8 @@ from paceline.lab import LinkShape, hosts
 from paceline.lab.network import LabError
 from paceline.lab.slurm import missing_packages, slurm_status, start_slurm, stop_slurm
 
+pytestmark = pytest.mark.host("how ranks find each other")
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "all_reduce.py")
 PYTHON = sys.executable

@@ -71,7 +71,7 @@ READERS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "arithmetic": lambda p: p + 0,
     "data": lambda p: p.data,
     "detach": lambda p: p.detach(),
-    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "numpy": lambda p: torch.tensor(p.detach().cpu().numpy()),
     "item": lambda p: torch.tensor([float(x) for x in p.flatten()]).view(p.shape),
     "a list of tensors": lambda p: torch._foreach_add([p], 0.0)[0],
     "a keyword": lambda p: torch.add(input=torch.zeros(()), other=p),

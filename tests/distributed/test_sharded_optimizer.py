@@ -17,6 +17,7 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from paceline.core.errors import UsageError
 from paceline.parallel import BucketedDataParallel, RankPool, ShardedDataParallel, ShardedOptimizer
 from paceline.parallel.zero.optimizer_state import OptimizerStateError
+from tests import devices
 from tests.distributed.toys import (
     MODELS,
     WIDTH,
@@ -515,7 +516,7 @@ def _scaled(_rank: int, _world_size: int) -> None:
     ours, alone = _model(), _model()
     optimizers = ShardedOptimizer(ours.parameters(), SGD, lr=0.1), SGD(alone.parameters(), lr=0.1)
     for model, optimizer in zip((ours, alone), optimizers, strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(devices.own_device().type, init_scale=8.0)
         for step, factor in enumerate((1.0, float("inf"), 1.0)):
             optimizer.zero_grad()
             scaler.scale(loss_of(model(data(step, 7), 0)) * factor).backward()
@@ -587,7 +588,7 @@ def _over_dtensors(_rank: int, world_size: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = _model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    fully_shard(model, mesh=init_device_mesh(devices.own_device().type, (world_size,)))
     with pytest.raises(UsageError, match=r"is a DTensor.*use a plain optimizer"):
         ShardedOptimizer(model.parameters(), AdamW)
 

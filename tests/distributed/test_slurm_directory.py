@@ -18,6 +18,8 @@ from paceline.lab.slurm import (
     stop_slurm,
 )
 
+pytestmark = pytest.mark.host("how Slurm is started")
+
 _OTHER = 65534
 
 

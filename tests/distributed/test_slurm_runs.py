@@ -20,6 +20,7 @@ from tests.distributed.small_runs import changed, small_run
 from tests.processes import until
 
 pytestmark = [
+    pytest.mark.host("how Slurm starts ranks"),
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(

@@ -11,7 +11,10 @@ import pytest
 
 from tests.processes import children_of, is_running
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and shares a memory file")
+pytestmark = [
+    pytest.mark.host("how ranks are restarted"),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks, and shares a memory file"),
+]
 
 _SCENARIOS = """
 import os, signal, subprocess, sys, time

@@ -21,6 +21,8 @@ from tests.distributed.slurm_cluster import lose_node, slurm_client
 from tests.distributed.small_runs import changed, small_run
 from tests.processes import children_of, until
 
+pytestmark = pytest.mark.host("how runs of a sweep are started")
+
 _STEPS = 150
 
 

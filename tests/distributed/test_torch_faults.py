@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.host("faults of torch on a CPU")
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 FAULTS = {

@@ -17,6 +17,8 @@ from tests.distributed.small_runs import changed as changed_run
 from tests.distributed.small_runs import losses_of, small_run
 from tests.processes import children_of, is_running
 
+pytestmark = pytest.mark.host("how ranks find each other")
+
 BIN = pathlib.Path(sys.executable).parent
 _OPTIONS = (
     *("--nproc-per-node", "2", "--standalone", "--max-restarts", "3", "--monitor-interval", "0.2"),

@@ -42,6 +42,8 @@ def autoload() -> None:
     dist.Backend.register_backend(NAME, _make_group, devices=[NAME])
     # torch declares this for CUDA: a group of gloo may be made beside one of the device.
     dist.Backend.backend_capability["gloo"].append(NAME)
+    # torch calls this on ranks that are not in a new group; those of NCCL take part in its making.
+    C.Group.perform_nocolor_split = lambda _group, _device: None
     torch.nn.Module.to = _keeping_parameters(torch.nn.Module.to)  # type: ignore[method-assign]
 
 
@@ -50,6 +52,9 @@ def _keeping_parameters(move: Any) -> Any:
 
     @functools.wraps(move)
     def to(module: torch.nn.Module, *arguments: Any, **keywords: Any) -> torch.nn.Module:
+        device, *_ = torch._C._nn._parse_to(*arguments, **keywords)
+        if device is None:  # Only other devices need other parameters.
+            return move(module, *arguments, **keywords)  # type: ignore[no-any-return]
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             return move(module, *arguments, **keywords)  # type: ignore[no-any-return]
