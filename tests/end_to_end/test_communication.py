@@ -10,10 +10,12 @@ import pytest
 from paceline.lab import LabError, LinkShape, hosts
 from paceline.records import Record
 from paceline.records.store import decode_record
+from tests import devices
 
 BIN = pathlib.Path(sys.executable).parent
 TORCHRUN = [*(str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"), *("-m", "paceline")]
-SMALL = ["bench", "comm", "--sizes", "10KB", "1MB", "--steps", "3", "--device", "cpu", "--json"]
+SMALL = ["bench", "comm", "--sizes", "10KB", "1MB", "--steps", "3", "--json"]
+SMALL += ["--device", devices.of_commands()]
 
 
 def run(*command: str, cwd: pathlib.Path) -> list[Record]:

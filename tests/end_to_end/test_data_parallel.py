@@ -5,11 +5,13 @@ import pathlib
 import pytest
 
 from paceline.core.units import MIB
+from tests import devices
 from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, require_lab, run
 
 SMALL = [
     *("bench", "ddp", "--model", "bytes-34M", "--num-layers", "1", "--d-model", "64"),
     *("--num-heads", "2", "--batch", "1", "--context", "16", "--rounds", "3", "--json"),
+    *("--device", devices.of_commands()),
 ]
 
 

@@ -4,12 +4,13 @@ import pathlib
 
 import pytest
 
+from tests import devices
 from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, run
 
 PACELINE = str(BIN / "paceline")
 MODEL = [
     *("--model", "bytes-34M", "--num-layers", "2", "--d-model", "64", "--num-heads", "2"),
-    *("--context", "32", "--json"),
+    *("--context", "32", "--json", "--device", devices.of_commands()),
 ]
 LAYOUTS = ["--layouts", "replicate=2,micro=2", "pipeline=2,micro=1", "tensor=2,micro=2"]
 

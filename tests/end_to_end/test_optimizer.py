@@ -5,12 +5,13 @@ import pathlib
 import pytest
 
 from paceline.records import Record, join_key
+from tests import devices
 from tests.end_to_end.test_communication import BIN, TORCHRUN, by_kind, run
 
 SMALL = [
     *("bench", "memory", "--model", "bytes-34M", "--num-layers", "2", "--d-model", "64"),
     *("--num-heads", "2", "--batch", "2", "--context", "32", "--warmup", "1", "--steps", "2"),
-    "--json",
+    *("--json", "--device", devices.of_commands()),
 ]
 # Two blocks of four square matrices, three of 64 x 2048 and two norms; a final norm; embedding and
 # output layer of 256 x 64.

@@ -16,10 +16,12 @@ import tomllib
 
 import pytest
 
+from tests import devices
 from tests.end_to_end.zipf_text import last_step, small_run
 from tests.processes import call_paceline, children_of, start_python, until
 
 _SMALL = (*small_run(steps=40, save_every=5), "--set", "logging.every_steps=1")
+_SMALL += ("--set", f"parallel.device={devices.of_commands()}")
 
 
 def _start(place: pathlib.Path, *arguments: str) -> "subprocess.Popen[str]":
