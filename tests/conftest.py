@@ -87,11 +87,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kept = {index * len(family) // number for index in range(number)}
         if on_accelerator and not name.startswith(_ALL_ON_ACCELERATORS):
             # Another one for each test, so that all containers and layouts are among them.
-            able = [n for n, item in enumerate(family) if not item.get_closest_marker("skip")] or [
-                0
-            ]
-            is_slow = name.startswith(_SLOW_ON_ACCELERATORS)
-            kept = set() if is_slow else {able[zlib.crc32(name.encode()) % len(able)]}
+            able = [n for n, item in enumerate(family) if not item.get_closest_marker("skip")]
+            chosen = able[zlib.crc32(name.encode()) % len(able)] if able else 0
+            kept = set() if name.startswith(_SLOW_ON_ACCELERATORS) else {chosen}
         for index, item in enumerate(family):
             if index not in kept:
                 item.add_marker(pytest.mark.slow)
