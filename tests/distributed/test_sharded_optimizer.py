@@ -405,7 +405,7 @@ def _require_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> Non
             assert not state["exp_avg"].numel()
             continue
         for key, value in state.items():
-            assert torch.equal(torch.as_tensor(actual["state"][number][key]), value)
+            assert torch.equal(torch.as_tensor(actual["state"][number][key]).cpu(), value.cpu())
 
 
 @pytest.mark.sampled(8)
