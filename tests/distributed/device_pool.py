@@ -53,7 +53,8 @@ def _run_on_device(
     with _MadeOn(device):
         result = function(rank, world_size, *arguments)
     accelerator.synchronize(device)
-    assert devices.hazards() == []
+    if hazards := devices.hazards():
+        raise AssertionError("\n".join(hazards))
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
 
 

@@ -1,5 +1,6 @@
 """What the emulated device must flag in bad programs, and must not in good ones."""
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,16 @@ def test_a_bad_program_is_flagged(
     assert found
     assert told in found[0]
     assert "test_device.py:" in found[0]  # The line of the program, not of torch.
+
+
+def test_hazards_are_written_to_a_file_for_tests_of_commands(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "found.txt"
+    monkeypatch.setenv("EMULATED_HAZARDS_FILE", str(file))
+    _wait_of_another_stream()
+    torch.accelerator.synchronize()
+    assert "race: read by aten::sum" in file.read_text()
 
 
 def test_pinned_memory_that_changes_in_flight_is_flagged(device_module: Any) -> None:
