@@ -17,6 +17,7 @@ from paceline.training import loop
 from paceline.training.config import RunConfig
 from paceline.training.step import TrainingStep
 from tests import devices
+from tests.distributed.device_pool import DevicePool
 from tests.distributed.small_runs import changed, small_run, train_rank
 
 Pools = Callable[[int], RankPool]
@@ -60,7 +61,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def ranks() -> Any:
-    with RankPool(2, backend=devices.backend(), timeout_s=120) as pool:
+    with DevicePool(2, timeout_s=120) as pool:
         yield pool
 
 
