@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "communicator.h"
 #include "tensors.h"
 
 namespace emulated {
@@ -18,15 +19,15 @@ namespace {
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// wait() makes the current stream wait, and returns at once. Only a barrier blocks the host.
+// wait() makes the current stream wait, and returns at once: it raises an error only if that is known
+// already. A barrier blocks the host, and so does a wait with a limit.
 struct CollectiveWork final : c10d::Work {
-  CollectiveWork(c10d::OpType operation, Tensors outputs, Tensors used, PointPtr end, c10::Stream communication, bool blocks)
+  CollectiveWork(c10d::OpType operation, Tensors outputs, Tensors used, FlightPtr flight, c10::Stream communication, bool blocks)
       : Work(-1, operation),
         outputs_(std::move(outputs)),
         used_(std::move(used)),
-        end_(std::move(end)),
+        flight_(std::move(flight)),
         communication_(communication),
         blocks_(blocks) {
     // Complete at once: its events, recorded in the communication stream, order who uses its value.
@@ -39,26 +40,34 @@ struct CollectiveWork final : c10d::Work {
   ~CollectiveWork() override {
     for (auto& each : used_) use_in_stream(each.storage().data_ptr().get_context(), communication_.id());
   }
-  bool isCompleted() override { return end_->query(); }
-  bool isSuccess() const override { return end_->query(); }
+  bool isCompleted() override { return flight_->error() || flight_->end->query(); }
+  bool isSuccess() const override { return !flight_->error() && flight_->end->query(); }
+  std::exception_ptr exception() const override { return flight_->error(); }
   Tensors result() override { return outputs_; }
   void synchronize() override {
-    wait_in_stream(current(communication_.device()), end_);
+    wait_in_stream(current(communication_.device()), flight_->end);
     used_.clear();
   }
-  bool wait(std::chrono::milliseconds) override {
+  bool wait(std::chrono::milliseconds limit) override {
     synchronize();
-    if (blocks_) {
+    if (limit != kNoTimeout) {
+      count_synchronization("wait with a limit");
+      flight_->wait_on_host(limit);
+    } else if (blocks_ && !isCompleted()) {
       count_synchronization("barrier");
-      wait_on_host(end_);
+      emulated::wait_on_host(flight_->end);
+    }
+    if (auto error = flight_->error()) {
+      flight_->communicator->abort("an error was raised by wait()");
+      std::rethrow_exception(error);
     }
     return true;
   }
-  void abort() override {}
+  void abort() override { flight_->communicator->abort("a collective was aborted"); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
   Tensors outputs_, used_;
-  PointPtr end_;
+  FlightPtr flight_;
   c10::Stream communication_;
   bool blocks_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -72,6 +81,7 @@ Tensors aliases(const Tensors& tensors) {
 
 // gloo's collectives on the host's memory, for what gloo itself lacks.
 struct Gloo {
+  std::shared_ptr<Communicator> communicator;
   c10::intrusive_ptr<c10d::Backend> backend;
   int rank, size;
 
@@ -86,7 +96,7 @@ struct Gloo {
       Tensors one{each};
       c10d::AllreduceOptions options;
       options.reduceOp = operation;
-      backend->allreduce(one, options)->wait();
+      communicator->finish(backend->allreduce(one, options));
       if (mean) each.div_(size);
     }
   }
@@ -95,7 +105,7 @@ struct Gloo {
     std::vector<Tensors> received(1);
     for (int i = 0; i < size; i++) received[0].push_back(at::empty_like(rows[i]));
     Tensors sent{own.clone().view(-1)};
-    backend->allgather(received, sent, {})->wait();
+    communicator->finish(backend->allgather(received, sent, {}));
     for (int i = 0; i < size; i++) rows[i].copy_(received[0][i]);
   }
   void reduce_scatter(const Tensor& own, const Tensor& whole, c10d::ReduceOp operation) const {
@@ -104,6 +114,8 @@ struct Gloo {
     own.copy_(sum.view({size, -1})[rank].view(own.sizes()));
   }
 };
+
+constexpr auto kGlooTimeout = std::chrono::hours(24);
 
 // Makes the gloo backend that moves a group's bytes.
 using MakeGloo = std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int, int,
@@ -117,8 +129,11 @@ struct Group final : c10d::Backend {
   Group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, MakeGloo make_gloo)
       : Backend(rank, size),
         options(c10::make_intrusive<GroupOptions>(timeout)),
-        gloo_{make_gloo(store, rank, size, timeout), rank, size},
-        make_gloo_(std::move(make_gloo)) {}
+        gloo_{nullptr, make_gloo(store, rank, size, timeout), rank, size},
+        make_gloo_(std::move(make_gloo)) {
+    gloo_.communicator = std::make_shared<Communicator>(rank, gloo_.backend);
+    gloo_.backend->setTimeout(kGlooTimeout);  // The watchdog's limit counts, not gloo's.
+  }
 
   c10::intrusive_ptr<GroupOptions> options;
 
@@ -134,22 +149,25 @@ struct Group final : c10d::Backend {
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
-  void setTimeout(std::chrono::milliseconds timeout) override {
-    options->timeout = timeout;
-    gloo_.backend->setTimeout(timeout);
+  c10d::ErrorType getError() override { return gloo_.communicator->failure(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { options->timeout = timeout; }
+  void abort() override { gloo_.communicator->abort("abort() was called"); }
+  // Waits for what is in flight, as long as that takes.
+  void shutdown() override {
+    if (!gloo_.communicator->is_aborted()) wait_for_flights(*gloo_.communicator);
+    gloo_.communicator->abort("shutdown() was called");
   }
 
   void startCoalescing() override { open_.emplace(); }
   WorkPtr endCoalescing() override {
     Open all = std::move(*open_);
     open_.reset();
-    return start(c10d::OpType::COALESCED, "coalesced", all.reads, all.writes, all.writes, [runs = all.runs] {
+    return start(c10d::OpType::COALESCED, "coalesced", all.reads, all.writes, all.writes, [communicator = gloo_.communicator, runs = all.runs] {
       // Sends and receives of one group may wait for each other.
       std::vector<WorkPtr> works;
       for (auto& run : runs)
         if (auto work = run()) works.push_back(work);
-      for (auto& work : works) work->wait();
+      for (auto& work : works) communicator->finish(work);
       return WorkPtr();
     });
   }
@@ -169,7 +187,7 @@ struct Group final : c10d::Backend {
     return start(c10d::OpType::REDUCE, "reduce", {}, tensors, tensors, [g = gloo_, a = aliases(tensors), options]() mutable {
       auto own = options;
       bool mean = Gloo::takes_mean(own.reduceOp);
-      g.backend->reduce(a, own)->wait();
+      g.communicator->finish(g.backend->reduce(a, own));
       if (mean) a[0].div_(g.size);
       return WorkPtr();
     });
@@ -183,7 +201,7 @@ struct Group final : c10d::Backend {
                      c10d::BroadcastOptions options;
                      options.rootRank = root;
                      Tensors one{a[root]};
-                     g.backend->broadcast(one, options)->wait();
+                     g.communicator->finish(g.backend->broadcast(one, options));
                    }
                    return WorkPtr();
                  });
@@ -300,17 +318,30 @@ struct Group final : c10d::Backend {
       open_->reads.insert(open_->reads.end(), reads.begin(), reads.end());
       open_->writes.insert(open_->writes.end(), writes.begin(), writes.end());
       open_->runs.push_back(std::move(run));
-      return c10::make_intrusive<CollectiveWork>(type, outputs, Tensors{}, record(own), communication, false);
+      return c10::make_intrusive<CollectiveWork>(type, outputs, Tensors{}, make_flight(name, 0, record(own)), communication, false);
     }
+    gloo_.communicator->require_alive();
     sequence_++;
     wait_in_stream(own, record(current(device)));
     std::vector<Access> accesses;
     for (auto& each : reads) accesses.push_back(access(each, false));
     for (auto& each : writes) accesses.push_back(access(each, true));
-    launch(own, name, accesses, [run = std::move(run)] {
-      if (auto work = run()) work->wait();
-    });
-    return c10::make_intrusive<CollectiveWork>(type, outputs, used, record(own), communication, blocks);
+    int64_t elements = 0;
+    for (auto& each : writes.empty() ? reads : writes) elements += each.numel();
+    FlightPtr flight = make_flight(name, elements, nullptr);
+    launch(own, name, accesses, [flight, run = std::move(run)] { flight->communicator->run(flight, run); });
+    flight->end = record(own);
+    watch(flight);
+    return c10::make_intrusive<CollectiveWork>(type, outputs, used, flight, communication, blocks);
+  }
+
+  FlightPtr make_flight(const std::string& name, int64_t elements, PointPtr end) {
+    auto flight = std::make_shared<Flight>();
+    flight->communicator = gloo_.communicator;
+    flight->what = name + " of " + std::to_string(elements) + " elements, number " + std::to_string(sequence_) + " of its group";
+    flight->timeout = options->timeout;
+    flight->end = std::move(end);
+    return flight;
   }
 
   Gloo gloo_;
@@ -327,7 +358,9 @@ void bind_group(pybind11::module_& module) {
   namespace py = pybind11;
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "Options")
       .def("__deepcopy__", [](const GroupOptions& own, const py::dict&) { return c10::make_intrusive<GroupOptions>(own); });
-  py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(module, "Group").def_readonly("options", &Group::options);
+  py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(module, "Group")
+      .def_readonly("options", &Group::options)
+      .def("_set_default_timeout", &Group::setTimeout);
   module.def("seed", &seed_generators, py::call_guard<py::gil_scoped_release>());
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("make_group", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
