@@ -41,7 +41,8 @@ class HealthConfig:
     """Report a rank whose own work takes more than 1.3 times the median, or that was stopped."""
     step_timeout_s: float | None = None
     """Seconds after which a hanging step ends the run; by default, only a collective that exceeds
-    parallel.timeout_s does. The first step after each start may take longer."""
+    parallel.timeout_s does, or such a step on an accelerator. The first step after each start may
+    take longer."""
 
     def __post_init__(self) -> None:
         if self.hash_every_steps < 0:

@@ -37,6 +37,9 @@ _COMMAND = "paceline train"
 _LEAVING_S = 3.0
 """Time for ranks to exit after saving, or after the grace period for saving has expired."""
 _FIRST_RANK_SPEAKS_S = 5.0
+_TIME_TO_REPORT_S = 30.0
+"""How much longer collectives may take on an accelerator than a step. At their timeout torch ends
+the process; before, the watchdog has to find out and report who is at fault."""
 _LATE = ("torch._dynamo", "torch.profiler", "numpy.random", "rich.live")
 """What every forked rank would otherwise import late: constructing a torch optimizer imports
 torch._dynamo, even without compiled blocks, which takes 2 s."""
@@ -103,12 +106,15 @@ def launch(config: RunConfig, options: LaunchOptions) -> int:
 
 def _be_rank(config: RunConfig, options: LaunchOptions, restarts: tuple[Restart, ...]) -> int:
     """Trains as one rank, or starts the ranks that train."""
+    timeout_s = config.parallel.timeout_s
+    if accelerator.device_type(config.parallel.device) != "cpu":
+        timeout_s += _TIME_TO_REPORT_S
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(
             distributed_session(
                 ranks_per_host=1 if REPLICA in os.environ else options.num_ranks,
                 device=config.parallel.device,
-                timeout_s=config.parallel.timeout_s,
+                timeout_s=timeout_s,
                 grace_s=config.checkpoint.grace_s + _LEAVING_S,
             )
         )

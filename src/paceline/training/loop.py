@@ -261,12 +261,16 @@ def make_monitor(
     def report_lost(step: int, message: str) -> None:
         MetricsFile(out / METRICS).append(EventRow(step=step, name=LOST, message=message))
 
+    timeout_s = health.step_timeout_s
+    if timeout_s is None and session.world_size > 1 and session.device.type != "cpu":
+        # There no wait for a message raises an error, and the host waits for the device for ever.
+        timeout_s = config.parallel.timeout_s
     watchdog = Watchdog(
         rank=session.rank,
         world_size=session.world_size,
         stacks=out / STACKS,
         report=report_lost,
-        timeout_s=health.step_timeout_s,
+        timeout_s=timeout_s,
     )
     return HealthMonitor(health, train_state.tensors, session.device, session.world_size, watchdog)
 
