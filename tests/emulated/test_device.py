@@ -345,6 +345,71 @@ def test_memory_is_counted_as_cuda_counts_it() -> None:
     assert torch.accelerator.memory_allocated(DEVICE) == before
 
 
+def test_a_peak_is_reset_to_what_is_allocated() -> None:
+    kept = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+    torch.empty(8192, dtype=torch.uint8, device=DEVICE)
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    allocated = torch.accelerator.memory_allocated(DEVICE)
+    assert torch.accelerator.max_memory_allocated(DEVICE) == allocated
+    torch.empty(1024, dtype=torch.uint8, device=DEVICE)
+    assert torch.accelerator.max_memory_allocated(DEVICE) == allocated + 1024
+    assert torch.accelerator.memory_allocated(DEVICE) == allocated
+    assert kept.numel() == 4096
+
+
+def test_freed_memory_is_kept_until_it_is_released(device_module: Any) -> None:
+    torch.accelerator.empty_cache()
+    reserved = torch.accelerator.memory_reserved(DEVICE)
+    free, total = torch.accelerator.get_memory_info(DEVICE)
+    numbers = torch.empty(2**20, dtype=torch.uint8, device=DEVICE)
+    address = numbers.data_ptr()
+    assert torch.accelerator.memory_reserved(DEVICE) == reserved + 2**20
+    assert torch.accelerator.get_memory_info(DEVICE) == (free - 2**20, total)
+    del numbers
+    assert torch.accelerator.memory_reserved(DEVICE) == reserved + 2**20
+    # A tensor of this size takes it again, in this stream only.
+    assert torch.empty(2**20, dtype=torch.uint8, device=DEVICE).data_ptr() == address
+    with torch.Stream(DEVICE):
+        assert torch.empty(2**20, dtype=torch.uint8, device=DEVICE).data_ptr() != address
+    device_module.clear()
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved(DEVICE) == reserved
+    assert torch.accelerator.get_memory_info(DEVICE) == (free, total)
+    # The device is awaited first, because its tasks may still use the memory.
+    assert [kind for kind, _ in device_module.synchronizations()] == ["empty_cache"]
+
+
+def test_an_allocator_releases_what_it_has_kept_before_it_gives_up(device_module: Any) -> None:
+    torch.accelerator.empty_cache()
+    reserved = torch.accelerator.memory_reserved(DEVICE)
+    device_module.C.limit_memory(0, reserved + 2**21)
+    try:
+        torch.empty(2**20, dtype=torch.uint8, device=DEVICE)  # Kept, and too small for the next.
+        torch.empty(2**21, dtype=torch.uint8, device=DEVICE)
+        assert torch.accelerator.memory_reserved(DEVICE) == reserved + 2**21
+    finally:
+        device_module.C.limit_memory(0, 0)
+
+
+def test_memory_used_in_another_stream_is_not_reused_before_its_end(device_module: Any) -> None:
+    torch.accelerator.empty_cache()  # What tests before have left would be reused first.
+    own, other, numbers = _read_in_another_stream()
+    torch.accelerator.synchronize()
+    address = numbers.data_ptr()
+    with device_module.delays(seed=1, most_us=50_000):
+        other.wait_stream(own)
+        with other:
+            for _ in range(20):
+                numbers.sum()
+        numbers.record_stream(other)
+        del numbers
+        second = torch.empty(1000, device=DEVICE)
+        assert second.data_ptr() != address
+        torch.accelerator.synchronize()
+    assert device_module.hazards() == []
+    assert torch.empty(1000, device=DEVICE).data_ptr() == address
+
+
 def test_freed_memory_can_be_poisoned(device_module: Any) -> None:
     torch.accelerator.empty_cache()  # What was freed before is not poisoned.
     with device_module.poison():
