@@ -48,7 +48,10 @@ def autoload() -> None:
 
 
 def _keeping_parameters(move: Any) -> Any:
-    """Returns a `Module.to` that keeps parameters, and so ties, as on devices in torch's list."""
+    """Returns a `Module.to` that keeps parameters, and so ties, as on devices in torch's list.
+
+    The flag is not left on: `load_state_dict` would swap parameters as well.
+    """
 
     @functools.wraps(move)
     def to(module: torch.nn.Module, *arguments: Any, **keywords: Any) -> torch.nn.Module:
