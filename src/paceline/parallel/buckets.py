@@ -209,6 +209,10 @@ class GradientBucket(abc.ABC):
     def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work | Pending:
         """Starts the collective."""
 
+    def sent_bytes(self, message: Tensor) -> int:
+        """Returns the size of a message as it is sent."""
+        return message.nbytes
+
     @abc.abstractmethod
     def unpack(self, message: Tensor) -> None:
         """Stores the reduced message."""
@@ -299,7 +303,7 @@ class Bucket(GradientBucket):
             weight.scale([message[: self.plan.num_elements]])
         return message
 
-    def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def start(self, message: Tensor, group: dist.ProcessGroup) -> dist.Work | Pending:
         """Starts the all-reduce of the ranks' messages."""
         work: dist.Work | None = dist.all_reduce(message, group=group, async_op=True)
         assert work is not None

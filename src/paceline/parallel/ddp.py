@@ -47,6 +47,9 @@ from paceline.parallel.buckets import (
     plan_buckets,
     tensor_spec,
 )
+from paceline.parallel.compression.average import AverageQueue
+from paceline.parallel.compression.bucket import CompressedBucket
+from paceline.parallel.compression.codec import CodeName
 from paceline.parallel.contract import (
     DataParallelContainer,
     LocalGradients,
@@ -93,6 +96,9 @@ class DataParallel(DataParallelContainer):
         reduction_dtype: The dtype in which gradients are summed and sent: float32 to avoid rounding
             in sums of bf16 or fp16 gradients, bfloat16 to halve the traffic of fp32 gradients. By
             default each gradient's own dtype.
+        compression: "int8" or "int4" to send gradients in so many bits, and their sum back in 8;
+            what is left out is added to the next step's gradients. All ranks still end with the
+            same bits.
         broadcast_buffers: Whether to copy the first rank's persistent buffers (batch norm
             statistics, for example) to all ranks before every training forward pass. Buffers that
             are not in the state dictionary are broadcast once, at creation.
@@ -106,6 +112,7 @@ class DataParallel(DataParallelContainer):
         launch: LaunchPolicy,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         reduction_dtype: torch.dtype | None = None,
+        compression: CodeName | None = None,
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__(module, resolve_group(process_group), require_supported(module))
@@ -113,7 +120,14 @@ class DataParallel(DataParallelContainer):
             raise UsageError(
                 f"reduction_dtype must be a floating-point dtype, got {reduction_dtype}"
             )
+        if compression is not None and reduction_dtype is not None:
+            raise UsageError(
+                f"compression {compression!r} sends gradients in codes, so reduction_dtype has no "
+                "effect; leave one of them out"
+            )
         self._cap_bytes = cap_bytes
+        self._compression = compression
+        self._average_queue: AverageQueue | None = None
         self._settings = Settings(
             group_reference=self._group_reference,
             device=self._device,
@@ -135,6 +149,8 @@ class DataParallel(DataParallelContainer):
             self._agreed = _trained_now(module)
             self._changes = Changes(self._group_reference, self._device)
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
+            if compression is not None:
+                self._average_queue = AverageQueue(self.process_group, self._device)
             self._build()
             if broadcast_buffers:
                 self._state_buffers = list(persistent_buffers(module))
@@ -260,7 +276,7 @@ class DataParallel(DataParallelContainer):
         settings = self._settings
         return (
             f"bucket cap {self._cap_bytes}, {settings.launch.name}, "
-            f"reduction_dtype {settings.reduction_dtype}"
+            f"reduction_dtype {settings.reduction_dtype}, compression {self._compression}"
         )
 
     def _build(self) -> None:
@@ -290,7 +306,20 @@ class DataParallel(DataParallelContainer):
     ) -> Sequence[GradientBucket]:
         """Creates the buckets for the gradients."""
         dtype = self._settings.reduction_dtype
-        self._replicated_buckets = [Bucket(plan, parameters, names, dtype) for plan in plans]
+        if self._average_queue is None or self._compression is None:
+            self._replicated_buckets = [Bucket(plan, parameters, names, dtype) for plan in plans]
+            return self._replicated_buckets
+        self._replicated_buckets = [
+            CompressedBucket(
+                plan,
+                parameters,
+                names,
+                outward=self._compression,
+                queue=self._average_queue,
+                group=self.process_group,
+            )
+            for plan in plans
+        ]
         return self._replicated_buckets
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:

@@ -371,9 +371,10 @@ class GradientSynchronizer:
         assert run.weight is not None
         self._move_waiting(run, number)
         message = bucket.pack(run.taken[number], run.weight)
-        run.message_bytes.append(message.nbytes)
+        num_bytes = bucket.sent_bytes(message)
+        run.message_bytes.append(num_bytes)
         if run.times is not None:
-            run.times.launch(message.nbytes, self._bucket_lengths[number])
+            run.times.launch(num_bytes, self._bucket_lengths[number])
         try:
             with named_range(bucket_range(number)):
                 work = bucket.start(message, self._settings.group)

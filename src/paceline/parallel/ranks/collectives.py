@@ -121,6 +121,9 @@ _REDUCE_SCATTER_TAG = 40_001
 _ALL_GATHER_TAG = 40_002
 
 
+_ALL_TO_ALL_TAG = 40_003
+
+
 class ReduceScatter(Pending):
     """A reduce-scatter in flight.
 
@@ -194,6 +197,28 @@ def start_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> ReduceSca
         _REDUCE_SCATTER_TAG,
     )
     return ReduceScatter(message, [of_ranks[rank], *received], works, direct=True)
+
+
+def start_all_to_all(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Pending]:
+    """Starts an all-to-all, in which row r goes to rank r; returns the rows by source, in flight.
+
+    The rows must not change until they have been sent.
+    """
+    name = "all-to-all"
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = torch.empty_like(rows)
+    if not sends_directly(group, rows.device):
+        work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+        return received, Pending(name, rows.nbytes, [work], rows.device)
+    received[rank].copy_(rows[rank])
+    peers = _peers(rank, num_ranks)
+    works = _swap(
+        {peer: rows[peer] for peer in peers},
+        {peer: received[peer] for peer in peers},
+        group,
+        _ALL_TO_ALL_TAG,
+    )
+    return received, Pending(name, rows.nbytes, works, rows.device, direct=True)
 
 
 def start_all_gather(flat: Tensor, borders: Sequence[int], group: dist.ProcessGroup) -> Pending:

@@ -62,6 +62,11 @@ class ShardedDataParallel(DataParallel):
         master_dtype: torch.dtype | None = None,
         **keywords: Any,
     ) -> None:
+        if keywords.get("compression") is not None:
+            raise UsageError(
+                "gradients that are reduce-scattered are not compressed yet; use "
+                "BucketedDataParallel, or reduction_dtype=torch.bfloat16"
+            )
         self._master_dtype = master_dtype
         self._num_passes = 0
         self._forward_waits: list[tuple[Moment, Moment]] = []

@@ -1,0 +1,74 @@
+"""Compressed averages on ranks, against NumPy in one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel import BucketedDataParallel, RankError, RankPool, ShardedDataParallel
+from tests import devices
+from tests.distributed.compression_oracle import Program, expected, train
+
+Pools = Callable[[int], RankPool]
+
+
+def _require_equal(rank_pool: Pools, num_ranks: int, seeds: range) -> None:
+    for seed in seeds:
+        program = Program.of(seed, num_ranks)
+        oracle = expected(program)
+        for rank, parameters in enumerate(rank_pool(num_ranks).run(train, program)):
+            for number, (found, value) in enumerate(zip(parameters, oracle, strict=True)):
+                is_equal = torch.equal(found, value) or (
+                    program.diverges_in is not None and torch.equal(found.isnan(), value.isnan())
+                )
+                assert is_equal, (program, rank, number, (found - value).abs().max())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_programs_equal_one_process_to_the_bit(rank_pool: Pools, num_ranks: int) -> None:
+    _require_equal(rank_pool, num_ranks, range(12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_many_random_programs_equal_one_process_to_the_bit(rank_pool: Pools, part: int) -> None:
+    _require_equal(rank_pool, 2 + part % 2, range(1000 + 50 * part, 1050 + 50 * part))
+
+
+def _sizes(rank: int, _world_size: int, compression: str | None) -> tuple[int, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(512, 512, bias=False).to(devices.device_of(rank))
+    ddp = BucketedDataParallel(model, compression=compression)  # type: ignore[arg-type]
+    ddp(torch.full((1, 512), float(rank + 1), device=devices.device_of(rank))).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    return sum(ddp.message_bytes()), [gradient.cpu()]
+
+
+def test_messages_have_a_quarter_and_a_fifth_of_the_bytes(rank_pool: Pools) -> None:
+    (plain, [gradient]), _ = rank_pool(2).run(_sizes, None)
+    for compression, share in (("int8", 0.252), ("int4", 0.189)):
+        (size, [found]), (_, [other]) = rank_pool(2).run(_sizes, compression)
+        assert size / plain == pytest.approx(share, abs=2e-3)
+        assert torch.equal(found, other)
+        assert torch.allclose(found, gradient, rtol=0.02)
+
+
+def _with_both(rank: int, _world_size: int) -> None:
+    model = nn.Linear(2, 2).to(devices.device_of(rank))
+    BucketedDataParallel(model, compression="int4", reduction_dtype=torch.bfloat16)
+
+
+def test_codes_have_no_reduction_dtype(rank_pool: Pools) -> None:
+    with pytest.raises(RankError, match="reduction_dtype has no effect; leave one of them out"):
+        rank_pool(2).run(_with_both)
+
+
+def _sharded(rank: int, _world_size: int) -> None:
+    ShardedDataParallel(nn.Linear(2, 2).to(devices.device_of(rank)), compression="int4")
+
+
+def test_reduce_scattered_gradients_are_not_compressed(rank_pool: Pools) -> None:
+    with pytest.raises(RankError, match="not compressed yet; use BucketedDataParallel"):
+        rank_pool(2).run(_sharded)
