@@ -618,6 +618,26 @@ def test_statistics_have_the_messages_and_all_waits_of_a_step(
     assert first[0].backward_s == 7
 
 
+def test_what_is_told_of_the_last_synchronised_pass_stays_until_the_next() -> None:
+    def program(rank: int) -> None:
+        ours = FullyShardedDataParallel(Chosen())
+        ours(data(0, rank), "a").backward()
+        told = ours.message_bytes(), ours._arrived()
+        assert told == ([2 * 16 * 4], {"a": True, "b": False, "c": False})
+        with ours.no_sync():
+            ours(data(1, rank), "ab").backward()
+        assert (ours.message_bytes(), ours._arrived()) == told
+        x = data(2, rank).requires_grad_()
+        torch.autograd.grad(ours(x, "ab"), x)
+        assert (ours.message_bytes(), ours._arrived()) == told
+        ours(data(3, rank), "c").backward()
+        # What was kept has been sent too.
+        assert ours._arrived() == {"a": True, "b": True, "c": True}
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
 class _Seeing(nn.Module):
     """Shows the parameters that its forward has."""
 

@@ -218,10 +218,10 @@ def test_a_module_with_two_names_is_one_layer(ranks: Ranks) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b, self.c = (Sized(size) for size in (1, 2, 3))
-            self.also_b = self.b
+            self.named = nn.ModuleDict({"again": self.b})
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.also_b(self.a(x)))
+            return self.c(self.named["again"](self.a(x)))
 
     assert _known_log(ranks, Named, 2) == [
         *("all-gather 4", "all-gather 8", "all-gather 12", "a", "b", "c")

@@ -1,5 +1,7 @@
 """The places of parameters in flat shards and messages, and the ranks that share them."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -247,3 +249,19 @@ def test_containers_of_all_ranks_share_a_mesh_and_those_of_groups_have_their_own
 
     with fsdp_ranks(2) as ranks:
         ranks.run(program)
+
+
+def test_a_group_that_was_destroyed_is_not_kept_alive() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        group = dist.new_group()
+        reference = weakref.ref(group)
+        ours = FullyShardedDataParallel(_linear(), process_group=group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert reference() is None
+        with pytest.raises(UsageError, match="the process group has been destroyed"):
+            _ = ours.process_group
+    finally:
+        dist.destroy_process_group()

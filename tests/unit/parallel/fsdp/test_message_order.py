@@ -336,6 +336,22 @@ def test_a_frozen_layer_below_all_trained_ones_is_not_gathered_in_backward(ranks
     ranks.run(program)
 
 
+def test_what_was_gathered_ahead_for_nothing_is_waited_for_before_it_is_freed(ranks: Ranks) -> None:
+    def program(rank: int) -> None:
+        ours, _ = _make(ranks)
+        with torch.no_grad():
+            ours(data(0, rank))
+            ranks.taken()
+            ours(data(1, rank), (0, 1))
+            assert not _only("wait", ranks.taken())[2:]
+            ours(data(2, rank), (0, 1))
+        assert ranks.taken()[:2] == _waits(gather(2, 3))
+
+    with ranks.noting_waits():
+        for seed in range(4):
+            ranks.run(program, seed)
+
+
 def test_gradients_of_the_input_alone_send_nothing_and_leave_nothing(ranks: Ranks) -> None:
     def program(rank: int) -> None:
         ours, model = _make(ranks, 3)
