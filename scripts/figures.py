@@ -161,6 +161,7 @@ OTHER_TABLES = {
     "plan-search-speed": ("plan-search-speed",),
     "kills": ("kills", "recovery", "reliability"),
     "replicas": ("replicas",),
+    "hook-cost": ("hook-cost",),
     "layouts": ("layouts", "layout-times"),
     "layout-scale": ("layout-scale",),
     "planner-unseen": ("planner-unseen", "planner-after-runs"),

@@ -1,4 +1,4 @@
-"""Tables and figure that compare layouts with the plan, from `results/layouts.jsonl`.
+"""Tables and figure that compare layouts with the plan, and the host's time of each container.
 
 python -m studies.parallel.figures
 """
@@ -187,6 +187,36 @@ def scale_table(records: Sequence[Record]) -> Table:
     )
 
 
+def host_time_table(records: Sequence[Record]) -> Table:
+    """Returns a table with a row per model and container: costs of a step and its phases."""
+    rows = []
+    for model in dict.fromkeys(str(record.case["model"]) for record in records):
+        costs: dict[str, dict[str, float]] = {}
+        ratios: dict[str, str] = {}
+        for record in records:
+            if record.case["model"] != model:
+                continue
+            case, metrics = record.case, record.metrics
+            for name, times in (("baseline", "baseline_time_s"), ("subject", "time_s")):
+                cost = metrics[times].value - metrics["plain_time_s"].value
+                costs.setdefault(str(case[name]), {})[str(case["phase"])] = cost
+            if case["phase"] == "step":
+                ratio = metrics["time_ratio"]
+                shown = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+                ratios[str(case["subject"])] = f"{shown} of `{case['baseline']}`"
+        for name, cost_of in sorted(costs.items(), key=lambda item: item[0] in ratios):
+            cells = (f"{1e6 * cost:.1f}" for cost in cost_of.values())
+            rows.append((model, f"`{name}`", *cells, ratios.get(name, "")))
+    phases = dict.fromkeys(str(record.case["phase"]) for record in records)
+    return Table(
+        headers=("model", "container", *phases, "step with the module's own"),
+        rows=tuple(rows),
+        caption="Microseconds of the host per parameter, beyond those of the plain module and its "
+        "optimizer: CPU time of the training thread, one of two ranks of torch's fake process "
+        "group; medians. Last, whole steps over torch's, with 95% intervals",
+    )
+
+
 def _case(own: Record, plan: Record) -> BacktestCase:
     terms = {
         name: plan.metrics[name].value if name in plan.metrics else 0.0
@@ -227,6 +257,7 @@ def tables() -> dict[str, Table]:
         "layouts": layouts_table(layouts),
         "layout-times": layout_times_table(layouts, "bytes-6M"),
         "layout-scale": scale_table(read("layout-scale")),
+        "hook-cost": host_time_table(read("hook-cost")),
     }
 
 

@@ -63,3 +63,27 @@ def test_large_contiguous_parameters_are_used_where_they_arrive() -> None:
     # One rank has nothing to gather, so contiguous parameters are used in place.
     layout = _lay_out([torch.empty(512), large, torch.empty(512, 1024).T], 1)
     assert [layout.travels_alone(piece) for piece in layout.pieces] == [True, True, False]
+
+
+@given(shapes=SHAPES, num_shards=st.integers(1, 9))
+def test_a_message_has_a_column_per_parameter(shapes: list[list[int]], num_shards: int) -> None:
+    layout = _lay_out([torch.empty(shape) for shape in shapes], num_shards)
+    size = num_shards * layout.row_length
+    message = torch.arange(float(size)).view(num_shards, layout.row_length)
+    for piece, column in zip(layout.pieces, layout.columns(message), strict=True):
+        expected = message[:, piece.offset : piece.offset + piece.num_elements]
+        assert torch.equal(column, expected)
+        assert column.untyped_storage().data_ptr() == message.untyped_storage().data_ptr()
+
+
+def test_small_parameters_are_cut_at_once_if_nothing_lies_between_them() -> None:
+    even = [torch.empty(4, 8), torch.empty(0, 3), torch.empty(16)]
+    assert _lay_out(even, 2).packed_widths == [16, 0, 8]
+    large = torch.empty(1024, 512)
+    assert _lay_out([*even, large], 2).packed_widths == [16, 0, 8]
+    between = [torch.empty(2, 3), torch.empty(16)]  # Three elements end at no multiple of 16 bytes.
+    assert _lay_out(between, 2).packed_widths is None
+    last_has_fewer = [torch.empty(5, 4), torch.empty(16)]
+    assert _lay_out(last_has_fewer, 2).packed_widths is None
+    without_rows = [torch.empty(()), torch.empty(16)]
+    assert _lay_out(without_rows, 2).packed_widths is None
