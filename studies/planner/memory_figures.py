@@ -72,7 +72,7 @@ def device_memory_table(records: Sequence[Record]) -> Table:
         peak = record.metrics["peak_bytes"].value
         ratios.setdefault(key, []).append(record.metrics["predicted_bytes"].value / peak)
     rows = [
-        (strategy if not mesh else f"{mesh.replace('_', ' ')}, {strategy}", *_ratio_fields(own))
+        (strategy if not mesh else f"{_in_words(mesh)}, {strategy}", *_ratio_fields(own))
         for (strategy, mesh), own in ratios.items()
     ]
     together = [ratio for own in ratios.values() for ratio in own]
@@ -82,6 +82,10 @@ def device_memory_table(records: Sequence[Record]) -> Table:
         rows=tuple(rows),
         caption="forecast peak of a step over the peak of the emulated accelerator's allocator",
     )
+
+
+def _in_words(mesh: str) -> str:
+    return mesh.replace("sequence_parallel 1", "with sequence parallelism")
 
 
 def _ratio_fields(ratios: Sequence[float]) -> tuple[str, str, str]:
