@@ -57,8 +57,11 @@ _ALL_ON_ACCELERATORS = (
     *(f"tests/distributed/test_{name}.py" for name in ("data_parallel_gpu", "training")),
 )
 """Where all parameters that run on a CPU for every change also run on an accelerator."""
-_SLOW_ON_ACCELERATORS = ("tests/end_to_end/test_communication.py", "tests/end_to_end/test_train.py")
-"""Where nothing does: test_layout_runs.py trains and resumes, too."""
+_SLOW_ON_ACCELERATORS = (
+    "tests/distributed/test_checkpoint_memory.py",
+    *(f"tests/end_to_end/test_{name}.py" for name in ("communication", "train")),
+)
+"""Where nothing does, to be quick: others train and resume there, too."""
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest deselects slow tests.
