@@ -110,9 +110,9 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def one_line(error: BaseException) -> str:
-    """Returns what an error says on one line, though it may quote names with line ends."""
-    return printable(str(error)).replace("\n", "\\n")
+def one_line(said: object) -> str:
+    """Returns what an error says, or a name from a file, on one line: line ends are escaped."""
+    return printable(str(said)).replace("\n", "\\n")
 
 
 def format_count(value: float) -> str:

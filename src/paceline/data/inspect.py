@@ -24,6 +24,7 @@ from paceline.data.manifest import (
 from paceline.data.storage import Storage
 
 _PART_BYTES = 2**24
+_UNORDERED = "has documents that end before they begin"
 _REMEDY = "prepare the dataset again, or restore the file from a backup"
 
 
@@ -91,7 +92,7 @@ def _verify_shard(
         return
     ends = np.frombuffer(content, DOCUMENT_END_DTYPE).astype(np.int64)
     if np.any(np.diff(ends, prepend=0) < 1) or np.any(ends > entry.num_tokens):
-        yield _finding("documents", storage, documents, "has documents that end before they begin")
+        yield _finding("documents", storage, documents, _UNORDERED)
         return
     digest = blake3.blake3()
     largest, num_open = -1, 0
@@ -146,6 +147,9 @@ def document_lengths(
         ends = _document_ends(storage, split, shard)
         # The first document of a shard may have started in an earlier shard.
         lengths = np.diff(ends, prepend=-begun)
+        if np.any(lengths < 1):
+            name = documents_name(split, shard)
+            raise DataError(f"{storage.url}/{name} {_UNORDERED}; {_REMEDY}")
         begun = (begun if not ends.size else -int(ends[-1])) + manifest.shard_tokens
         if lengths.size:
             np.add.at(counts, np.log2(lengths).astype(np.int64), 1)

@@ -209,7 +209,7 @@ def decode_plan(data: bytes, source: str = "plan") -> Plan:
         raise RecordError(f"{source}: not a valid plan: {one_line(error)}") from error
     unknown = _first_unknown_key(raw, msgspec.to_builtins(plan), "$")
     if unknown is not None:
-        raise RecordError(f"{source}: not a valid plan: unknown field `{unknown}`")
+        raise RecordError(f"{source}: not a valid plan: unknown field `{one_line(unknown)}`")
     return plan
 
 
