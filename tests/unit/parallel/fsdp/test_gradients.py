@@ -638,6 +638,39 @@ def test_what_is_told_of_the_last_synchronised_pass_stays_until_the_next() -> No
         ranks.run(program)
 
 
+def test_statistics_that_are_wanted_after_forward_are_of_its_backward() -> None:
+    def program(rank: int) -> None:
+        ours = FullyShardedDataParallel(Chosen())
+        output = ours(data(0, rank), "abc")
+        ours.record_statistics()
+        output.backward()
+        assert ours.synchronization_stats() is not None
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
+def test_a_rank_whose_last_layer_has_no_gradient_sends_it_like_the_others() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Chosen(), Chosen()
+
+        def forward(self, x: Tensor, used: str) -> Tensor:
+            return self.last(self.first(x, "a").tanh(), used)
+
+    def program(rank: int) -> None:
+        ours, oracle = FullyShardedDataParallel(Optional()), Optional()
+        for step in range(2):
+            ours(data(step, rank), "" if rank else "ab").backward()
+            for other in range(2):
+                (oracle(data(step, other), "" if other else "ab") / 2).backward()
+        require_gradients(ours, oracle, rank, 2, 1e-5)
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
 class _Seeing(nn.Module):
     """Shows the parameters that its forward has."""
 

@@ -288,6 +288,18 @@ def test_parameters_are_there_for_all_that_read_them(ranks: Ranks, model: Any) -
     _gathers(ranks, model)
 
 
+def test_a_hook_from_before_the_container_has_the_full_parameters(ranks: Ranks) -> None:
+    def program(_rank: int) -> None:
+        seen: list[type] = []
+        model = nn.Sequential(Sized(1))
+        model[0].register_forward_pre_hook(lambda part, _: seen.append(type(part.weight.data)))
+        ours = FullyShardedDataParallel(model)
+        ours(torch.ones(8))
+        assert seen == [Tensor]
+
+    ranks.run(program)
+
+
 class _Calls(TorchDispatchMode):
     """Counts the calls of torch's operations, by name."""
 
