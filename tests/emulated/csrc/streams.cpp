@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "clocks.h"
+#include "trace.h"
 
 namespace emulated {
 namespace {
@@ -180,7 +181,7 @@ void push(Stream& stream, std::function<void()> task) {
 void launch(Stream& stream, const char* name, const std::vector<Access>& accesses, std::function<void()> task) {
   streams().launches++;
   note_accesses(stream, name, accesses);
-  push(stream, std::move(task));
+  push(stream, traced(stream, name, std::move(task)));
 }
 
 PointPtr record(Stream& stream) {
