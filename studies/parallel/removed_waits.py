@@ -32,7 +32,13 @@ _WAITS = (
 )
 _TESTS = (
     *("tests/emulated/test_containers.py", "tests/emulated/test_training_step.py"),
+    *("tests/emulated/test_seam.py", "tests/distributed/test_data_parallel.py"),
     *("tests/distributed/test_training_layouts.py", "tests/distributed/test_training.py"),
+    *("tests/distributed/test_gradient_weights.py", "tests/distributed/test_bucket_size.py"),
+    *("tests/distributed/test_sharded_data_parallel.py", "tests/distributed/test_strategies.py"),
+    *("tests/distributed/test_sharded_optimizer.py", "tests/distributed/test_fully_sharded.py"),
+    *("tests/distributed/test_sharded_in_flight.py", "tests/distributed/test_checkpoint.py"),
+    *("tests/distributed/test_fully_sharded_schedule.py", "tests/distributed/test_mesh.py"),
 )
 
 
@@ -72,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser(__doc__, store=None)
     parser.add_argument("results", type=pathlib.Path, help="file that the rows are written to")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="one per core")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of tests for each removal")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each removal")
     options = parser.parse_args(arguments)
     os.environ["PACELINE_TEST_DEVICE"] = "emulated"
     os.environ["PYTHONPATH"] = str(ROOT / "tests/emulated/plugin")

@@ -55,6 +55,38 @@ def test_messages_have_a_quarter_and_a_fifth_of_the_bytes(rank_pool: Pools) -> N
         assert torch.allclose(found, gradient, rtol=0.02)
 
 
+def _left_out(ddp: BucketedDataParallel) -> dict[str, Tensor]:
+    """Returns what this rank still owes to each parameter's gradient."""
+    found = {
+        parameter: tensor.clone()
+        for bucket in ddp._replicated_buckets
+        for parameter, tensor in bucket.left_out().items()  # type: ignore[attr-defined]
+    }
+    return {name: found[p] for name, p in ddp.module.named_parameters() if p in found}
+
+
+def _freeze(rank: int, _world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    device = devices.device_of(rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)).to(device)
+    ddp = BucketedDataParallel(model, compression="int4")
+    generator = torch.Generator().manual_seed(rank)
+    batch = torch.randn(4, 30, generator=generator).to(device)
+    ddp(batch).square().sum().backward()
+    before = _left_out(ddp)
+    model[0].weight.requires_grad_(False)
+    ddp(batch)  # Makes new buckets.
+    return before, _left_out(ddp)
+
+
+def test_new_buckets_owe_what_the_former_ones_left_out(rank_pool: Pools) -> None:
+    for before, after in rank_pool(2).run(_freeze):
+        assert after.keys() == before.keys() - {"0.weight"}
+        for name, value in after.items():
+            assert torch.equal(value, before[name])
+        assert any(value.abs().max() > 0 for value in after.values())
+
+
 def _with_both(rank: int, _world_size: int) -> None:
     model = nn.Linear(2, 2).to(devices.device_of(rank))
     BucketedDataParallel(model, compression="int4", reduction_dtype=torch.bfloat16)

@@ -6,11 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from paceline.checkpoint.dcp_writer import HostBuffers
 from paceline.data.loader.config import LoaderConfig, SourceConfig
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.devices import accelerator
+from paceline.parallel import FullyShardedDataParallel, RankPool, bucket_size
+from paceline.parallel.bucket_size import measure_group
+from paceline.parallel.ranks.pending import drain
+from paceline.parallel.traffic import RunTimes
+from tests import devices
 from tests.emulated.test_device import DEVICE
 from tests.unit.data.dataset_factory import write_dataset
 
@@ -111,3 +118,80 @@ def test_a_save_waits_once_however_many_tensors_it_copies(device_module: Any) ->
         assert [kind for kind, _ in device_module.synchronizations()] == ["synchronize"]
         for index, copy in copies.items():
             assert torch.equal(copy, torch.full((100,), float(index)))  # type: ignore[arg-type]
+
+
+def test_what_a_session_leaves_in_flight_is_over_when_it_ends(device_module: Any) -> None:
+    point = _queued(device_module, torch.Stream(DEVICE))
+    assert not point.query()
+    drain(DEVICE)
+    assert point.query()
+
+
+class _Message:
+    """A message that writes numbers in a stream of its own."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(1000, device=DEVICE)
+        program, own = torch.accelerator.current_stream(DEVICE), torch.Stream(DEVICE)
+        own.wait_stream(program)
+        with own:
+            self.numbers.add_(1)
+            self._end = own.record_event()
+
+    def wait(self) -> None:
+        accelerator.wait_in_stream(DEVICE, self._end)
+
+
+def test_timing_a_message_makes_nobody_wait_for_it(device_module: Any) -> None:
+    """Otherwise statistics would hide that a program reads a message too early."""
+    message = _Message()
+    times = RunTimes(DEVICE)
+    times.launch(message.numbers.nbytes, 1)
+    times.watch(message, accelerator.new_stream(DEVICE))  # type: ignore[arg-type]
+    message.numbers.sum()
+    assert device_module.hazards() != []
+
+
+def _measure(rank: int, _world_size: int) -> list[str]:
+    device_module = devices.emulated()
+    device_module.clear()
+    group = dist.group.WORLD
+    assert group is not None
+    measure_group(group, devices.device_of(rank))
+    return [kind for kind, _ in device_module.synchronizations()]
+
+
+def _read_a_gathered_layer_in_two_streams(rank: int, _world_size: int, waits: bool) -> bool:
+    """Returns whether reading full parameters in a second stream is a race."""
+    device, device_module = devices.device_of(rank), devices.emulated()
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device))
+    layer = model._layers[-1]
+    device_module.clear()
+    with torch.no_grad():
+        layer.start_all_gather()
+        layer.wait()  # In the program's stream.
+        with torch.Stream(device):
+            if waits:
+                layer.wait()
+            for parameter in layer.parameters:
+                parameter.full.sum()
+        is_race = bool(device_module.hazards())
+        torch.accelerator.synchronize()
+        layer.free()
+    device_module.clear()
+    return is_race
+
+
+def test_a_message_is_timed_from_an_idle_device_to_an_idle_device() -> None:
+    with RankPool(2, backend=devices.backend(), timeout_s=120) as pool:
+        for kinds in pool.run(_measure):
+            # The times of each size are agreed on by one more message, and those of starts at last.
+            num_sizes = kinds.count("copy to the host") - 1
+            assert num_sizes >= 1
+            assert kinds.count("synchronize") == 2 * bucket_size._REPETITIONS * num_sizes
+
+
+def test_a_layer_that_is_gathered_is_waited_for_by_every_stream() -> None:
+    with RankPool(2, backend=devices.backend(), timeout_s=120) as pool:
+        assert pool.run(_read_a_gathered_layer_in_two_streams, True) == [False, False]
+        assert pool.run(_read_a_gathered_layer_in_two_streams, False) == [True, True]

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import UsageError
@@ -128,6 +128,8 @@ class DataParallel(DataParallelContainer):
         self._cap_bytes = cap_bytes
         self._compression = compression
         self._average_queue: AverageQueue | None = None
+        self._left_out: dict[nn.Parameter, Tensor] = {}
+        """What compressed messages had left out of gradients when the buckets were rebuilt."""
         self._settings = Settings(
             group_reference=self._group_reference,
             device=self._device,
@@ -281,6 +283,12 @@ class DataParallel(DataParallelContainer):
 
     def _build(self) -> None:
         """Builds buckets and hooks for the parameters that are currently trained."""
+        self._left_out = {
+            parameter: tensor
+            for bucket in self._replicated_buckets
+            if isinstance(bucket, CompressedBucket)
+            for parameter, tensor in bucket.left_out().items()
+        }
         if self._synchronizer is not None:
             self._synchronizer.close()
             # Frees the old buffers before the new ones are allocated.
@@ -298,6 +306,7 @@ class DataParallel(DataParallelContainer):
             settings=self._settings,
             sync_state=self._sync_state,
         )
+        self._left_out = {}
         self._synchronizer.before_run = call_weakly(self._agree_in_backward)
         self._synchronizer.after_run = call_weakly(self._finish_backward)
 
@@ -317,6 +326,7 @@ class DataParallel(DataParallelContainer):
                 outward=self._compression,
                 queue=self._average_queue,
                 group=self.process_group,
+                left_out=self._left_out,
             )
             for plan in plans
         ]

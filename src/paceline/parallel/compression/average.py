@@ -155,6 +155,15 @@ class CompressedAverage:
         self._outward_bytes = -(-outward_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self._back_bytes = self._back.row_bytes(self._num_blocks)
 
+    def all_left_out(self) -> Tensor:
+        """Returns what is to be added to this rank's numbers if another average goes on.
+
+        What the rank's sums have left out counts as its own.
+        """
+        total = self.left_out.clone()
+        total[self._own] += self.left_back
+        return total
+
     @property
     def message_bytes(self) -> int:
         """Mean size of the two messages, as of the one message of an all-reduce."""

@@ -1,6 +1,6 @@
 """Buckets of gradients whose average is packed in 8 or 4 bits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class CompressedBucket(Bucket):
         outward: How each rank's gradients are packed.
         queue: Runs the averages of the container.
         group: The ranks that average.
+        left_out: What messages of earlier buckets have left out of parameters' gradients.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class CompressedBucket(Bucket):
         outward: CodeName,
         queue: AverageQueue,
         group: dist.ProcessGroup,
+        left_out: Mapping[nn.Parameter, Tensor],
     ) -> None:
         super().__init__(plan, parameters, names, None)
         self._queue = queue
@@ -44,6 +46,9 @@ class CompressedBucket(Bucket):
             rank=dist.get_rank(group),
             device=plan.device,
         )
+        for slot, parameter in zip(plan.slots, self.parameters, strict=True):
+            if parameter in left_out:
+                slot.piece_of(self._average.left_out).copy_(left_out[parameter])
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> Pending:
         """Starts the average of the ranks' buffers, which replaces their contents."""
@@ -55,8 +60,9 @@ class CompressedBucket(Bucket):
 
     def left_out(self) -> dict[nn.Parameter, Tensor]:
         """Returns what this rank's messages have left out of each parameter's gradients."""
+        left_out = self._average.all_left_out()
         return {
-            parameter: slot.piece_of(self._average.left_out)
+            parameter: slot.piece_of(left_out)
             for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
         }
 
