@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from studies.mutation.mutants import Mutant, instrument
+from studies.mutation.mutants import Mutant, Promises, instrument
 
 SOURCE = '''
 """A room."""
@@ -44,7 +44,7 @@ def room(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Mutant], Callable[[list[int], int], list[int]], list[int]]:
     (tmp_path / "room.py").write_text(SOURCE)
-    text, mutants = instrument(tmp_path / "room.py", "room.py", first=7)
+    text, mutants = instrument(tmp_path / "room.py", "room.py", first=7, edits=Promises)
     active = [0]
     switch = types.ModuleType("paceline.mutants_")
     switch.hit = lambda number: number == active[0]  # type: ignore[attr-defined]
