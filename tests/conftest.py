@@ -58,10 +58,17 @@ _ALL_ON_ACCELERATORS = (
 )
 """Where all parameters that run on a CPU for every change also run on an accelerator."""
 _SLOW_ON_ACCELERATORS = (
-    "tests/distributed/test_checkpoint_memory.py",
-    *(f"tests/end_to_end/test_{name}.py" for name in ("communication", "train")),
+    *(
+        f"tests/distributed/test_{name}.py"
+        for name in (
+            *("capture", "checkpoint_memory", "exchange", "hugging_face", "initial_parts"),
+            *("layout_benchmark", "layout_memory", "model_states", "prediction_messages"),
+            *("samples", "watch_corruption", "watch_losses"),
+        )
+    ),
+    *(f"tests/end_to_end/test_{name}.py" for name in ("communication", "data_parallel", "train")),
 )
-"""Where nothing does, to be quick: others train and resume there, too."""
+"""Files of which a change runs nothing on an accelerator, to be quick; every night runs them."""
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest deselects slow tests.

@@ -19,6 +19,8 @@ from paceline.parallel import RankError
 from paceline.parallel.zero.optimizer_checkpoint import FlatPiece
 from tests.distributed.device_pool import DevicePool
 
+# Ranks are killed as long after their start as a save on a CPU takes.
+pytestmark = pytest.mark.host("its moments are those of a CPU's saves")
 ELEMENTS = 200_000
 KEYS = 4
 PUBLISHED = "published"

@@ -18,6 +18,7 @@ _LACKS = {
         r"_refused_by_name"
     ),
     "inference mode": r"::test_evaluation_frees_everything",
+    "named ranges on the device's timeline": r"test_profile\.py::test_a_step_is_profiled",
     "recurrent layers": r"::test_.*\[(.*-)?recurrent(-.*)?\]",
 }
 """By what is missing: a pattern of the names of the tests that need it."""

@@ -144,6 +144,7 @@ def test_a_rank_that_stops_is_named(config: RunConfig, tmp_path: pathlib.Path) -
         _require_reported(run, ended, _LIMIT_S)
 
 
+@pytest.mark.slow
 def test_the_timeout_of_collectives_names_the_rank(
     config: RunConfig, tmp_path: pathlib.Path
 ) -> None:
