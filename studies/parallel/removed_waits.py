@@ -1,6 +1,6 @@
 """Removes what orders streams, edit by edit: does the emulated device flag each?
 
-    python -m studies.parallel.removed_waits results/removed-waits.jsonl
+    python -m studies.parallel.removed_waits results/mutants/removed-waits.jsonl
 
 Every wait for a message or a stream, every event and every `non_blocking` flag of the code between
 a batch and the optimizer's step is removed or inverted, one at a time, in a copy of the package
@@ -39,6 +39,7 @@ _TESTS = (
     *("tests/distributed/test_sharded_optimizer.py", "tests/distributed/test_fully_sharded.py"),
     *("tests/distributed/test_sharded_in_flight.py", "tests/distributed/test_checkpoint.py"),
     *("tests/distributed/test_fully_sharded_schedule.py", "tests/distributed/test_mesh.py"),
+    "tests/distributed/test_fully_sharded_contract.py",
 )
 
 
