@@ -1,6 +1,7 @@
 """Every function of the seam that orders does, and copies that must not wait do not."""
 
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,32 +26,42 @@ _LONG_US = 20_000
 """Longest delay of a task: without a wait, the host would be far ahead of the device."""
 
 
-def _queued(device_module: Any, stream: torch.Stream) -> torch.Event:
-    """Returns a point of a stream that its device reaches in some tenths of a second."""
-    with device_module.delays(1, _LONG_US), stream:
+@pytest.fixture
+def slow_device(device_module: Any) -> Iterator[None]:
+    """Delays every task of the device until the test is over."""
+    with device_module.delays(1, _LONG_US):
+        yield
+
+
+def _queued(stream: torch.Stream) -> torch.Event:
+    """Returns a point of a stream that a slow device reaches in some tenths of a second."""
+    with stream:
         numbers = torch.ones(10, device=DEVICE)
         for _ in range(20):
             numbers.add_(1)
         return stream.record_event()
 
 
-def test_waiting_for_a_device_waits_for_all_of_its_streams(device_module: Any) -> None:
-    point = _queued(device_module, torch.Stream(DEVICE))
+@pytest.mark.usefixtures("slow_device")
+def test_waiting_for_a_device_waits_for_all_of_its_streams() -> None:
+    point = _queued(torch.Stream(DEVICE))
     assert not point.query()
     accelerator.synchronize(DEVICE)
     assert point.query()
 
 
-def test_waiting_for_a_stream_waits_for_the_current_one(device_module: Any) -> None:
-    point = _queued(device_module, torch.accelerator.current_stream(DEVICE))
+@pytest.mark.usefixtures("slow_device")
+def test_waiting_for_a_stream_waits_for_the_current_one() -> None:
+    point = _queued(torch.accelerator.current_stream(DEVICE))
     assert not point.query()
     accelerator.synchronize_stream(DEVICE)
     assert point.query()
 
 
-def test_a_duration_is_read_when_it_is_over(device_module: Any) -> None:
+@pytest.mark.usefixtures("slow_device")
+def test_a_duration_is_read_when_it_is_over() -> None:
     began = accelerator.now(DEVICE)
-    point = _queued(device_module, torch.accelerator.current_stream(DEVICE))
+    point = _queued(torch.accelerator.current_stream(DEVICE))
     assert not point.query()
     assert accelerator.seconds_between(began, accelerator.now(DEVICE)) > 0.01
     assert point.query()
@@ -120,8 +131,9 @@ def test_a_save_waits_once_however_many_tensors_it_copies(device_module: Any) ->
             assert torch.equal(copy, torch.full((100,), float(index)))  # type: ignore[arg-type]
 
 
-def test_what_a_session_leaves_in_flight_is_over_when_it_ends(device_module: Any) -> None:
-    point = _queued(device_module, torch.Stream(DEVICE))
+@pytest.mark.usefixtures("slow_device")
+def test_what_a_session_leaves_in_flight_is_over_when_it_ends() -> None:
+    point = _queued(torch.Stream(DEVICE))
     assert not point.query()
     drain(DEVICE)
     assert point.query()
