@@ -126,10 +126,15 @@ class BatchReader:
         starts = (
             self._document_starts(sources, samples) if self.config.document_boundaries else None
         )
+        token_positions = document_ids = None
+        if starts is not None:
+            shape = len(starts), self.config.context_length
+            token_positions = document_positions(starts, self._allocate(shape))
+            document_ids = np.cumsum(starts, axis=1, out=self._allocate(shape))
         return Batch(
             rows=rows,
-            positions=None if starts is None else self._allocated(document_positions(starts)),
-            document_ids=None if starts is None else self._allocated(np.cumsum(starts, axis=1)),
+            positions=token_positions,
+            document_ids=document_ids,
             step=step,
             first_sample=int(positions[0]),
             digest=samples_digest(positions, sources, rows) if self.config.digests else None,
@@ -159,12 +164,6 @@ class BatchReader:
             source.samples.read(samples[here], (rows[index] for index in here.tolist()))
         return rows
 
-    def _allocated(self, values: TokenRows) -> TokenRows:
-        """Returns values in an array of the batch's allocator."""
-        array = self._allocate((values.shape[0], values.shape[1]))
-        array[:] = values
-        return array
-
     def _document_starts(self, sources: IndexArray, samples: IndexArray) -> npt.NDArray[np.bool_]:
         starts = np.empty((len(samples), self.config.context_length), dtype=np.bool_)
         for number, source in enumerate(self._sources):
@@ -177,10 +176,13 @@ def _allocate(shape: tuple[int, int]) -> TokenRows:
     return np.empty(shape, dtype=np.int64)
 
 
-def document_positions(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def document_positions(
+    starts: npt.NDArray[np.bool_], out: TokenRows | None = None
+) -> npt.NDArray[np.int64]:
     """Returns each token's distance from the last document start, or from the start of its row."""
     indices = np.arange(starts.shape[1])
-    return indices - np.maximum.accumulate(np.where(starts, indices, 0), axis=1)
+    begins = np.maximum.accumulate(np.where(starts, indices, 0), axis=1)
+    return np.subtract(indices, begins, out=out)
 
 
 SequenceArrays = dict[str, npt.NDArray[np.int64]]
