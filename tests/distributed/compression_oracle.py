@@ -6,7 +6,9 @@ back in NumPy, for all ranks in turn. Parameters must be equal to the last bit.
 
 import contextlib
 import dataclasses
+import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,13 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.core.units import MIB
-from paceline.parallel import BucketedDataParallel
-from paceline.parallel.buckets import plan_buckets, tensor_spec
+from paceline.parallel import BucketedDataParallel, ShardedDataParallel, ShardedOptimizer
+from paceline.parallel.buckets import BucketPlan, plan_buckets, tensor_spec
 from paceline.parallel.compression.codec import CodeName
+from paceline.parallel.zero.flat_parameters import shard_evenly
 from tests import devices
 
 _BLOCK = 256
-_LEARNING_RATE = 0.05
+_LEARNING_RATE = 0.0625
+"""A power of two: fused and separate multiplication and addition then round alike."""
 Floats = NDArray[np.float32]
 
 
@@ -29,6 +33,8 @@ class Program:
     """A short training run."""
 
     seed: int
+    shards: bool
+    """Whether gradients are reduce-scattered, and the optimizer's state is sharded."""
     compression: CodeName
     num_ranks: int
     bucket_size_mb: float | None
@@ -41,11 +47,12 @@ class Program:
     """Step in which the first rank's data are not finite."""
 
     @classmethod
-    def of(cls, seed: int, num_ranks: int) -> "Program":
+    def of(cls, seed: int, num_ranks: int, *, shards: bool) -> "Program":
         """Returns the program of a seed."""
         chance = random.Random(seed)
         return cls(
             seed=seed,
+            shards=shards,
             compression=chance.choice(("int8", "int4")),
             num_ranks=num_ranks,
             bucket_size_mb=chance.choice((None, 0.002, 0.02)),
@@ -91,8 +98,13 @@ def train(rank: int, _world_size: int, program: Program) -> list[Tensor]:
     """Returns a rank's parameters after training."""
     device = devices.device_of(rank)
     model = program.model().to(device)
-    ddp = BucketedDataParallel(model, program.bucket_size_mb, compression=program.compression)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=_LEARNING_RATE)
+    container = ShardedDataParallel if program.shards else BucketedDataParallel
+    ddp = container(model, program.bucket_size_mb, compression=program.compression)
+    optimizer: torch.optim.Optimizer
+    if program.shards:
+        optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=_LEARNING_RATE)
+    else:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=_LEARNING_RATE)
     for step in range(_STEPS):
         for number in range(program.passes):
             is_last = number == program.passes - 1
@@ -112,26 +124,22 @@ def expected(program: Program) -> list[Tensor]:
     optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE)
     cap = None if program.bucket_size_mb is None else program.bucket_size_mb * MIB
     plans = plan_buckets([tensor_spec(parameter) for parameter in parameters], cap)
-    averages = [_Average(plan.num_elements, program) for plan in plans]
+    averages = [_Average(plan, program) for plan in plans]
+    masters = [parameter.detach().clone().requires_grad_() for parameter in parameters]
+    optimizer = torch.optim.SGD(masters, lr=_LEARNING_RATE)
     for step in range(_STEPS):
         gradients = [_gradients(program, model, rank, step) for rank in range(program.num_ranks)]
-        for plan, average in zip(plans, averages, strict=True):
-            flat = np.zeros((program.num_ranks, plan.num_elements), np.float32)
-            for rank, own in enumerate(gradients):
-                for slot in plan.slots:
-                    if (gradient := own[slot.tensor]) is not None:
-                        scaled = gradient * (1 / program.num_ranks)
-                        flat[rank, slot.offset : slot.offset + slot.num_elements] = (
-                            scaled.flatten().numpy()
-                        )
-            mean = average.of(flat)
-            for slot in plan.slots:
+        for average in averages:
+            mean = average.of(list(map(average.flat_of, gradients)))
+            for slot in average.slots:
                 if any(own[slot.tensor] is not None for own in gradients):
-                    parameter = parameters[slot.tensor]
+                    master = masters[slot.tensor]
                     piece = mean[slot.offset : slot.offset + slot.num_elements]
-                    parameter.grad = torch.from_numpy(piece.copy()).view_as(parameter)
+                    master.grad = torch.from_numpy(piece.copy()).view_as(master)
         optimizer.step()
         optimizer.zero_grad()
+        for average in averages:
+            average.follow(parameters, masters)
     return [parameter.detach() for parameter in parameters]
 
 
@@ -139,7 +147,8 @@ def _gradients(program: Program, model: Layers, rank: int, step: int) -> list[Te
     for number in range(program.passes):
         batch = program.batch(rank, step, number)
         model(batch, rank not in program.idle).square().sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
+    scale = 1 / program.num_ranks
+    found = [None if each.grad is None else each.grad * scale for each in model.parameters()]
     model.zero_grad()
     return found
 
@@ -147,21 +156,55 @@ def _gradients(program: Program, model: Layers, rank: int, step: int) -> list[Te
 class _Average:
     """What the ranks do to one bucket, step by step."""
 
-    def __init__(self, length: int, program: Program) -> None:
-        self._ranks = program.num_ranks
+    def __init__(self, plan: BucketPlan, program: Program) -> None:
+        self.slots = plan.slots
+        self._shards = program.shards
         self._largest = {"int8": 127, "int4": 7}[program.compression]
-        self._left_out = np.zeros((self._ranks, length), np.float32)
-        self._left_back = np.zeros(length, np.float32)
-        # A piece is a whole number of blocks, so blocks of the bucket begin where pieces' do.
-        self._piece = -(-length // (_BLOCK * self._ranks)) * _BLOCK
+        if program.shards:
+            borders = list(shard_evenly(plan, program.num_ranks).borders)
+        else:
+            length = -(-plan.num_elements // (_BLOCK * program.num_ranks)) * _BLOCK
+            borders = [
+                min(rank * length, plan.num_elements) for rank in range(program.num_ranks + 1)
+            ]
+        self._pieces = [slice(*pair) for pair in itertools.pairwise(borders)]
+        self._length = borders[-1]
+        self._left_out = np.zeros((program.num_ranks, self._length), np.float32)
+        self._left_back = np.zeros(self._length, np.float32)
 
-    def of(self, flat: Floats) -> Floats:
-        """Returns the sum that all ranks unpack."""
-        total = np.zeros(flat.shape[1], np.float32)
-        for rank in range(self._ranks):
-            sent = _quantised(flat[rank], self._left_out[rank], self._largest)
-            total = sent if rank == 0 else total + sent
-        return _quantised(total, self._left_back, 127)
+    def flat_of(self, tensors: Sequence[Tensor | None]) -> Floats:
+        """Returns tensors, one per parameter, as the bucket lays them out."""
+        flat = np.zeros(self._length, np.float32)
+        for slot in self.slots:
+            if (values := tensors[slot.tensor]) is not None:
+                flat[slot.offset : slot.offset + slot.num_elements] = values.flatten().numpy()
+        return flat
+
+    def of(self, summands: Sequence[Floats]) -> Floats:
+        """Returns the sum that the ranks, or its owners, use."""
+        total = np.zeros(self._length, np.float32)
+        for piece in self._pieces:
+            for rank, summand in enumerate(summands):
+                sent = _quantised(summand[piece], self._left_out[rank, piece], self._largest)
+                total[piece] = sent if rank == 0 else total[piece] + sent
+            if not self._shards:
+                total[piece] = _quantised(total[piece], self._left_back[piece], 127)
+        return total
+
+    @torch.no_grad()
+    def follow(self, parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        """Gives the parameters their new values."""
+        if not self._shards:
+            for slot in self.slots:
+                parameters[slot.tensor].copy_(masters[slot.tensor])
+            return
+        known, wanted = self.flat_of(parameters), self.flat_of(masters)
+        for piece in self._pieces:
+            distance = wanted[piece] - known[piece]
+            known[piece] += _quantised(distance, np.zeros_like(distance), 127)
+        for slot in self.slots:
+            piece = known[slot.offset : slot.offset + slot.num_elements]
+            parameters[slot.tensor].copy_(torch.from_numpy(piece).view_as(parameters[slot.tensor]))
 
 
 def _quantised(values: Floats, left: Floats, largest: int) -> Floats:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel import BucketedDataParallel, RankError, RankPool, ShardedDataParallel
+from paceline.parallel import BucketedDataParallel, RankError, RankPool
 from tests import devices
 from tests.distributed.compression_oracle import Program, expected, train
 
 Pools = Callable[[int], RankPool]
 
 
-def _require_equal(rank_pool: Pools, num_ranks: int, seeds: range) -> None:
+def _require_equal(rank_pool: Pools, num_ranks: int, seeds: range, *, shards: bool) -> None:
     for seed in seeds:
-        program = Program.of(seed, num_ranks)
+        program = Program.of(seed, num_ranks, shards=shards)
         oracle = expected(program)
         for rank, parameters in enumerate(rank_pool(num_ranks).run(train, program)):
             for number, (found, value) in enumerate(zip(parameters, oracle, strict=True)):
@@ -25,15 +25,22 @@ def _require_equal(rank_pool: Pools, num_ranks: int, seeds: range) -> None:
                 assert is_equal, (program, rank, number, (found - value).abs().max())
 
 
+@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_random_programs_equal_one_process_to_the_bit(rank_pool: Pools, num_ranks: int) -> None:
-    _require_equal(rank_pool, num_ranks, range(12))
+def test_random_programs_equal_one_process_to_the_bit(
+    rank_pool: Pools, num_ranks: int, shards: bool
+) -> None:
+    _require_equal(rank_pool, num_ranks, range(10), shards=shards)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_many_random_programs_equal_one_process_to_the_bit(rank_pool: Pools, part: int) -> None:
-    _require_equal(rank_pool, 2 + part % 2, range(1000 + 50 * part, 1050 + 50 * part))
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("part", range(5))
+def test_many_random_programs_equal_one_process_to_the_bit(
+    rank_pool: Pools, part: int, shards: bool
+) -> None:
+    seeds = range(1000 + 50 * part, 1050 + 50 * part)
+    _require_equal(rank_pool, 2 + part % 2, seeds, shards=shards)
 
 
 def _sizes(rank: int, _world_size: int, compression: str | None) -> tuple[int, list[Tensor]]:
@@ -95,12 +102,3 @@ def _with_both(rank: int, _world_size: int) -> None:
 def test_codes_have_no_reduction_dtype(rank_pool: Pools) -> None:
     with pytest.raises(RankError, match="reduction_dtype has no effect; leave one of them out"):
         rank_pool(2).run(_with_both)
-
-
-def _sharded(rank: int, _world_size: int) -> None:
-    ShardedDataParallel(nn.Linear(2, 2).to(devices.device_of(rank)), compression="int4")
-
-
-def test_reduce_scattered_gradients_are_not_compressed(rank_pool: Pools) -> None:
-    with pytest.raises(RankError, match="not compressed yet; use BucketedDataParallel"):
-        rank_pool(2).run(_sharded)

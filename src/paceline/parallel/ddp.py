@@ -47,9 +47,9 @@ from paceline.parallel.buckets import (
     plan_buckets,
     tensor_spec,
 )
-from paceline.parallel.compression.average import AverageQueue
 from paceline.parallel.compression.bucket import CompressedBucket
 from paceline.parallel.compression.codec import CodeName
+from paceline.parallel.compression.queue import CompressedQueue
 from paceline.parallel.contract import (
     DataParallelContainer,
     LocalGradients,
@@ -127,7 +127,7 @@ class DataParallel(DataParallelContainer):
             )
         self._cap_bytes = cap_bytes
         self._compression = compression
-        self._average_queue: AverageQueue | None = None
+        self._compressed_queue: CompressedQueue | None = None
         self._left_out: dict[nn.Parameter, Tensor] = {}
         """What compressed messages had left out of gradients when the buckets were rebuilt."""
         self._settings = Settings(
@@ -151,8 +151,8 @@ class DataParallel(DataParallelContainer):
             self._agreed = _trained_now(module)
             self._changes = Changes(self._group_reference, self._device)
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
-            if compression is not None:
-                self._average_queue = AverageQueue(self.process_group, self._device)
+            if compression is not None and self.is_distributed:
+                self._compressed_queue = CompressedQueue(self.process_group, self._device)
             self._build()
             if broadcast_buffers:
                 self._state_buffers = list(persistent_buffers(module))
@@ -315,7 +315,7 @@ class DataParallel(DataParallelContainer):
     ) -> Sequence[GradientBucket]:
         """Creates the buckets for the gradients."""
         dtype = self._settings.reduction_dtype
-        if self._average_queue is None or self._compression is None:
+        if self._compressed_queue is None or self._compression is None:
             self._replicated_buckets = [Bucket(plan, parameters, names, dtype) for plan in plans]
             return self._replicated_buckets
         self._replicated_buckets = [
@@ -324,7 +324,7 @@ class DataParallel(DataParallelContainer):
                 parameters,
                 names,
                 outward=self._compression,
-                queue=self._average_queue,
+                queue=self._compressed_queue,
                 group=self.process_group,
                 left_out=self._left_out,
             )

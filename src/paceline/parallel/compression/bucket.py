@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.buckets import Bucket, BucketPlan
-from paceline.parallel.compression.average import AverageQueue, CompressedAverage
+from paceline.parallel.compression.average import CompressedAverage
 from paceline.parallel.compression.codec import CodeName
+from paceline.parallel.compression.queue import CompressedQueue
 from paceline.parallel.ranks.pending import Pending
 
 
@@ -20,7 +21,7 @@ class CompressedBucket(Bucket):
         parameters: All trained parameters, which the plan indexes.
         names: Their names.
         outward: How each rank's gradients are packed.
-        queue: Runs the averages of the container.
+        queue: Runs the compressed collectives of the container.
         group: The ranks that average.
         left_out: What messages of earlier buckets have left out of parameters' gradients.
     """
@@ -32,7 +33,7 @@ class CompressedBucket(Bucket):
         names: Sequence[str],
         *,
         outward: CodeName,
-        queue: AverageQueue,
+        queue: CompressedQueue,
         group: dist.ProcessGroup,
         left_out: Mapping[nn.Parameter, Tensor],
     ) -> None:
@@ -52,7 +53,9 @@ class CompressedBucket(Bucket):
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> Pending:
         """Starts the average of the ranks' buffers, which replaces their contents."""
-        return self._queue.start(self._run, self._average.message_bytes)
+        work = self._queue.start(self._run)
+        num_bytes = self._average.message_bytes
+        return Pending("compressed average", num_bytes, [work], self.plan.device, direct=True)
 
     def sent_bytes(self, message: Tensor) -> int:
         """Returns the mean size of the average's two messages."""

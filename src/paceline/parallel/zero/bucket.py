@@ -299,10 +299,13 @@ class ShardedBucket(GradientBucket):
 
     def start(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
         """Starts the reduce-scatter."""
-        self._reduce_scatter = start_reduce_scatter(message, group)
+        self._reduce_scatter = self._send(message, group)
         if self._sends_counts:
             self._shared.start_counting()
         return self._reduce_scatter
+
+    def _send(self, message: Tensor, group: dist.ProcessGroup) -> ReduceScatter:
+        return start_reduce_scatter(message, group)
 
     def unpack(self, _message: Tensor) -> None:
         """Adds this rank's shard of the sum to its shards' gradients, and frees the message."""

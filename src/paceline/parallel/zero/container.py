@@ -35,7 +35,13 @@ from paceline.parallel.ranks.collectives import works_in_place
 from paceline.parallel.reducer import GradientSynchronizer, LaunchPolicy
 from paceline.parallel.traffic import SynchronizationStats
 from paceline.parallel.zero.bucket import ShardedBucket, ShardedParameters
-from paceline.parallel.zero.flat_parameters import FlatParameters, Partition, shard_evenly
+from paceline.parallel.zero.compressed import CompressedFlatParameters, CompressedShardedBucket
+from paceline.parallel.zero.flat_parameters import (
+    FlatParameters,
+    Partition,
+    ShardLayout,
+    shard_evenly,
+)
 
 
 class ShardedDataParallel(DataParallel):
@@ -51,7 +57,9 @@ class ShardedDataParallel(DataParallel):
             per dtype.
         master_dtype: The dtype in which shards are stored and updated, for bf16 or fp16
             parameters; by default the parameters' own dtype.
-        keywords: As in `DataParallel`: process_group, reduction_dtype, broadcast_buffers.
+        keywords: As in `DataParallel`: process_group, reduction_dtype, compression,
+            broadcast_buffers. With compression, each rank also keeps a master of its shards, and
+            parameters follow the masters by messages in 8 bits.
     """
 
     def __init__(
@@ -62,11 +70,6 @@ class ShardedDataParallel(DataParallel):
         master_dtype: torch.dtype | None = None,
         **keywords: Any,
     ) -> None:
-        if keywords.get("compression") is not None:
-            raise UsageError(
-                "gradients that are reduce-scattered are not compressed yet; use "
-                "BucketedDataParallel, or reduction_dtype=torch.bfloat16"
-            )
         self._master_dtype = master_dtype
         self._num_passes = 0
         self._forward_waits: list[tuple[Moment, Moment]] = []
@@ -162,28 +165,57 @@ class ShardedDataParallel(DataParallel):
         group = self._settings.group
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         flats = [
-            FlatParameters(
-                shard_evenly(plan, num_ranks),
-                parameters,
-                names,
-                rank=rank,
-                partition=Partition.ELEMENTS,
-                master_dtype=self._master_dtype,
-            )
+            self._flat_parameters(shard_evenly(plan, num_ranks), parameters, names, rank)
             for plan in plans
         ]
         # Buckets are in backward order, the shared parameters in forward order.
         self._shared = ShardedParameters(flats[::-1], self._settings.group_reference)
         return [
-            ShardedBucket(
+            self._bucket(plan, flat, rank, sends_counts=plan is plans[-1])
+            for plan, flat in zip(plans, flats, strict=True)
+        ]
+
+    def _flat_parameters(
+        self, layout: ShardLayout, parameters: list[nn.Parameter], names: list[str], rank: int
+    ) -> FlatParameters:
+        if self._compressed_queue is not None:
+            return CompressedFlatParameters(
+                layout,
+                parameters,
+                names,
+                rank=rank,
+                master_dtype=self._master_dtype,
+                queue=self._compressed_queue,
+            )
+        return FlatParameters(
+            layout,
+            parameters,
+            names,
+            rank=rank,
+            partition=Partition.ELEMENTS,
+            master_dtype=self._master_dtype,
+        )
+
+    def _bucket(
+        self, plan: BucketPlan, flat: FlatParameters, rank: int, *, sends_counts: bool
+    ) -> ShardedBucket:
+        if self._compressed_queue is not None and self._compression is not None:
+            return CompressedShardedBucket(
                 plan,
                 flat,
                 self._shared,
-                message_dtype=self._message_dtype(plan.dtype),
-                sends_counts=plan is plans[-1],
+                code=self._compression,
+                queue=self._compressed_queue,
+                rank=rank,
+                sends_counts=sends_counts,
             )
-            for plan, flat in zip(plans, flats, strict=True)
-        ]
+        return ShardedBucket(
+            plan,
+            flat,
+            self._shared,
+            message_dtype=self._message_dtype(plan.dtype),
+            sends_counts=sends_counts,
+        )
 
     def _message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # On a CPU ranks sum received messages in the master's dtype; NCCL sums in the message's.

@@ -186,8 +186,8 @@ class Shard:
 class FlatParameters:
     """Moves parameters into one flat tensor, and holds this rank's shards of it.
 
-    `Slot.tensor` of the layout indexes `parameters` and `names`. With a master dtype, the optimizer
-    updates a copy of the shards in that dtype.
+    `Slot.tensor` of the layout indexes `parameters` and `names`. With another master dtype than the
+    parameters', or with `keeps_master`, the optimizer updates a copy of the shards.
     """
 
     @torch.no_grad()
@@ -200,6 +200,7 @@ class FlatParameters:
         rank: int,
         partition: Partition,
         master_dtype: torch.dtype | None = None,
+        keeps_master: bool = False,
     ) -> None:
         self.layout = layout
         self.partition = partition
@@ -213,10 +214,9 @@ class FlatParameters:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.local_shard = self.buffer[layout.borders[rank] : layout.borders[rank + 1]]
         """This rank's shard of the buffer, which is sent to the other ranks."""
-        self.has_master = master_dtype is not None and master_dtype != layout.dtype
-        self.master = (
-            self.local_shard.to(master_dtype, copy=True) if self.has_master else self.local_shard
-        )
+        dtype = master_dtype or layout.dtype
+        self.has_master = keeps_master or dtype != layout.dtype
+        self.master = self.local_shard.to(dtype, copy=True) if self.has_master else self.local_shard
         """The tensor that this rank's optimizer updates."""
         self.shards = []
         begin = layout.borders[rank]
@@ -284,12 +284,15 @@ class FlatParameters:
     @torch.no_grad()
     def publish(self, group: dist.ProcessGroup) -> None:
         """Starts the all-gather of the ranks' shards."""
-        if self.has_master:
-            self.local_shard.copy_(self.master)
         # Autograd must detect if a graph that has saved the old values runs backward.
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = self._current_versions()
-        self.arriving.start(start_all_gather(self.buffer, self.layout.borders, group))
+        self.arriving.start(self._send(group))
+
+    def _send(self, group: dist.ProcessGroup) -> Pending:
+        if self.has_master:
+            self.local_shard.copy_(self.master)
+        return start_all_gather(self.buffer, self.layout.borders, group)
 
     def wait(self) -> None:
         """Waits until all shards have arrived, if they are in flight."""
