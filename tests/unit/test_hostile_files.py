@@ -14,6 +14,7 @@ _FOUND = [
     ("records", b'"environment"', rb'"\nvironment"', r"unknown field `\\nvironment`"),
     ("searched plan", b'"gradients":"', rb'"gradi\nents":"', r"\$.precision.gradi\\nents`"),
     ("dataset manifest", b'"shard_tokens":100', b'"shard_tokens":10', "end before they begin"),
+    ("dataset manifest", b'"shard_tokens":100', b'"shard_tokens":1' + b"0" * 99, "int"),
     ("dataset manifest", b'"end_of_document"', rb'"end_of_docum\nt"', r"field `end_of_docum\\nt`"),
     ("dataset manifest", b'"num_tokens":200', b'"num_tokens":1996', "2.documents is missing"),
     ("checkpoint manifest", b'"F32"', b'"F33"', "has the dtype 'F33'"),

@@ -33,10 +33,13 @@ from paceline.core.specs import (
 )
 from paceline.core.strategies import (
     BUCKET_STRATEGIES,
+    COMPRESSIONS,
     DEFAULT_BUCKET_SIZE_MB,
     BucketSize,
+    Compression,
     Operation,
     StrategyName,
+    require_compression,
     require_unscaled,
 )
 from paceline.core.units import parse_bytes
@@ -307,14 +310,18 @@ class Variant:
     strategy: StrategyName
     bucket_size_mb: BucketSize | None
     """Bucket size in MiB; None for strategies without buckets."""
+    compression: Compression = "none"
 
     @property
     def label(self) -> str:
         """A short name of the variant."""
         size = self.bucket_size_mb
-        if size is None:
-            return self.strategy
-        return f"{self.strategy} auto" if size == "auto" else f"{self.strategy} {size:g} MiB"
+        words: list[str] = [self.strategy]
+        if self.compression != "none":
+            words.append(self.compression)
+        if size is not None:
+            words.append("auto" if size == "auto" else f"{size:g} MiB")
+        return " ".join(words)
 
 
 class DataParallelCase(NamedTuple):
@@ -371,6 +378,9 @@ class DataParallelSweep(StrategySweep):
 
     bucket_size_mb: tuple[BucketSize, ...] = (DEFAULT_BUCKET_SIZE_MB,)
     """Bucket sizes in MiB, for the strategies that have buckets; auto is only for ddp."""
+    compression: tuple[Compression, ...] = ("none",)
+    """Compressions of gradients, for the strategies that have them: bf16, int8 and int4 for ddp and
+    zero2; bf16, fp16 and powersgd for torch_ddp."""
     compile: bool = False
     """Compile the whole model with torch.compile."""
     compile_blocks: bool = False
@@ -389,14 +399,21 @@ class DataParallelSweep(StrategySweep):
             raise UsageError(f"--warmup must be at least {AUTO_WARMUP} with --bucket-size-mb auto")
         if min((size for size in self.bucket_size_mb if size != "auto"), default=1) <= 0:
             raise UsageError("--bucket-size-mb must be positive, or auto")
+        for compression in self.compression:
+            for strategy in self.strategies[:1] if compression != "none" else ():
+                if not any(compression in COMPRESSIONS.get(each, ()) for each in self.strategies):
+                    require_compression(strategy, compression)
 
     def variants(self) -> Iterator[Variant]:
-        """Yields every strategy with every bucket size that applies to it."""
+        """Yields every strategy with every bucket size and compression that applies to it."""
         for strategy in self.strategies:
             has_buckets = strategy in BUCKET_STRATEGIES
-            for size in self.bucket_size_mb if has_buckets else (None,):
+            known = ("none", *COMPRESSIONS.get(strategy, ()))
+            compressions = [name for name in self.compression if name in known] or ["none"]
+            sizes = self.bucket_size_mb if has_buckets else (None,)
+            for size, compression in itertools.product(sizes, compressions):
                 if size != "auto" or strategy == "ddp":
-                    yield Variant(strategy=strategy, bucket_size_mb=size)
+                    yield Variant(strategy=strategy, bucket_size_mb=size, compression=compression)
 
     def cases(self) -> Iterator[DataParallelCase]:
         """Yields one case per model, with all strategies."""

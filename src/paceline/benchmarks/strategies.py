@@ -66,6 +66,7 @@ from paceline.parallel.strategies import apply_strategy, make_optimizer, message
 from paceline.parallel.zero.container import ShardedDataParallel
 from paceline.parallel.zero.optimizer import ShardedOptimizer, state_tensors
 from paceline.records import CaseValue, Metric, Record
+from paceline.records.kinds import COMPRESSION
 from paceline.records.links import link_case_fields
 
 
@@ -75,12 +76,13 @@ class StrategyStep(TimedStep):
     def __init__(self, case: StepCase, variant: Variant, device: torch.device) -> None:
         self.strategy = variant.strategy
         self._bucket_size_mb = variant.bucket_size_mb
+        self.compression = variant.compression
         self.data_seed = dist.get_rank() + 1
         super().__init__(case, device)
 
     def wrap(self, model: TransformerLM) -> nn.Module:
         """Applies the strategy to the model."""
-        return apply_strategy(self.strategy, model, self._bucket_size_mb)
+        return apply_strategy(self.strategy, model, self._bucket_size_mb, self.compression)
 
     def make_optimizer(self) -> Optimizer:
         """Creates the strategy's optimizer."""
@@ -109,9 +111,11 @@ def strategy_case_fields(
     """Returns the case fields of the record of a step under a strategy."""
     step = step_case_fields(case, describe_hardware(resolve_device(case.sweep.device)))
     del step["phase"]
+    compression = {} if variant.compression == "none" else {COMPRESSION: variant.compression}
     return {
         "strategy": variant.strategy,
         "bucket_size_mb": variant.bucket_size_mb,
+        **compression,
         **step,
         **ranks.topology,
         "optimizer": "adamw-fused",
@@ -245,7 +249,9 @@ class StrategyComparison(InterleavedBenchmark):
         return list(map(self._result, self.steps, self.samples))
 
     def _result(self, step: DataParallelStep, samples: dict[str, list[float]]) -> VariantResult:
-        if message_sizes(step.model):
+        # Torch does not report the sizes of messages that its communication hooks send.
+        has_hook = step.strategy == "torch_ddp" and step.compression != "none"
+        if message_sizes(step.model) and not has_hook:
             samples[COMMUNICATION] = [step.time_communication() for _ in range(_BARE_REPETITIONS)]
         joined = {}
         for name, values in samples.items():

@@ -23,7 +23,7 @@ from paceline.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpoin
 from paceline.core.errors import TruncatedError
 from paceline.core.units import one_line
 from paceline.data.storage import Storage
-from paceline.records.store import UNDECODABLE
+from paceline.records.store import UNDECODABLE, Count
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -36,12 +36,12 @@ Json: TypeAlias = Any
 class ChunkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A box of a tensor's elements, its location, and its digests."""
 
-    offsets: list[int]
+    offsets: list[Count]
     """Start in the tensor, by dimension."""
-    shape: list[int]
-    file: int
+    shape: list[Count]
+    file: Count
     """Index of its file in the manifest's list."""
-    start: int
+    start: Count
     """Offset of its first byte in the file."""
     blake3: list[str]
     """Digest of each block of its bytes; the last block may be shorter."""
@@ -52,7 +52,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     dtype: str
     """Safetensors name of the dtype."""
-    shape: list[int]
+    shape: list[Count]
     chunks: list[ChunkEntry]
 
 
@@ -60,10 +60,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A file of tensors."""
 
     name: str
-    rank: int
+    rank: Count
     """Rank that wrote the file."""
-    num_bytes: int
-    header_bytes: int
+    num_bytes: Count
+    header_bytes: Count
     """Bytes before the first tensor."""
     header_blake3: str
     blake3: str
@@ -74,11 +74,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Contents of a checkpoint."""
 
     schema: int
-    step: int
+    step: Count
     save_id: str
     """Distinguishes two attempts to save the same step."""
-    world_size: int
-    block_bytes: int
+    world_size: Count
+    block_bytes: Count
     identity: msgspec.Raw
     """Metadata of the run, such as its model and its position in the data."""
     ranks: list[msgspec.Raw]

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.dcp import JsonLoadPlanner, named_failures
 from paceline.checkpoint.errors import REMEDY, CheckpointError
 from paceline.checkpoint.format import Json
+from paceline.checkpoint.residuals import load_residuals, residual_state
 from paceline.checkpoint.restore import Source
 from paceline.devices import accelerator
 from paceline.parallel.buckets import num_reals, view_like
@@ -229,6 +230,7 @@ def training_state(
         stages: Process group of the ranks with the other parameters, if a pipeline splits them.
     """
     return {
+        **residual_state(model),
         MODEL: get_model_state_dict(model),
         _OPTIMIZER: {
             name: optimizer_state(optimizer, model, stages)
@@ -257,6 +259,7 @@ def load_training_state(
     # After the parameters: a sharded optimizer may keep a copy of them.
     for name, optimizer in optimizers.items():
         load_optimizer_state(optimizer, model, source, f"{_OPTIMIZER}.{name}", stages)
+    load_residuals(source, model)
 
 
 def capture_random_state(device: torch.device) -> Json:

@@ -17,6 +17,7 @@ from paceline.core.processes import die_with_agent, termination_as_exit
 if TYPE_CHECKING:
     from paceline.accounting.memory.step import MemoryParts
     from paceline.core.plan import Estimate
+    from paceline.core.strategies import Compression
     from paceline.training.config import RunConfig
     from paceline.training.forecast import Forecast
     from paceline.training.loop import RunOutcome
@@ -115,7 +116,7 @@ class TrainCommand:
         details = None
         if (memory := predicted.memory) is not None:
             predicted = msgspec.structs.replace(predicted, final_loss=self._final_loss(config))
-            text = _forecast_text(predicted, memory)
+            text = _forecast_text(predicted, memory, config.parallel.compression)
             details = {name: getattr(predicted, name) for name in _FORECAST_KEYS}
         row = {"config": config, "forecast": details}
         self.output.show([row], f"{encode_config(config)}\n{text}")
@@ -163,7 +164,7 @@ class TrainCommand:
         return predict_loss(fit(sweep).parametric, num_parameters, num_tokens)
 
 
-def _forecast_text(predicted: "Forecast", memory: "MemoryParts") -> str:
+def _forecast_text(predicted: "Forecast", memory: "MemoryParts", compression: "Compression") -> str:
     from paceline.core.units import format_binary_bytes, format_decimal, format_seconds
     from paceline.records.schema import with_interval
 
@@ -187,7 +188,11 @@ def _forecast_text(predicted: "Forecast", memory: "MemoryParts") -> str:
             f"kept        {kept} of host memory per rank for checkpoint.memory_every_steps"
         )
     if (step := predicted.corrected.get("step_time_s")) is None:
-        lines.append("time        not predicted: give --calibration records of paceline calibrate")
+        lines.append(
+            "time        not predicted: give --calibration records of paceline calibrate"
+            if compression == "none"
+            else f"time        not predicted with parallel.compression {compression}"
+        )
     else:
         lines.append(
             f"time        {with_interval(step, format_seconds)} per step, "

@@ -32,6 +32,16 @@ SHARDED_STATE: tuple[StrategyName, ...] = ("zero1", "torch_zero", *SHARDED_GRADI
 BUCKET_STRATEGIES: tuple[StrategyName, ...] = ("ddp", "torch_ddp", "zero2")
 """Strategies that the bucket size affects."""
 
+Compression = Literal["none", "bf16", "fp16", "int8", "int4", "powersgd"]
+"""How gradients are made smaller before they are sent."""
+
+COMPRESSIONS: dict[StrategyName, tuple[Compression, ...]] = {
+    "ddp": ("bf16", "int8", "int4"),
+    "zero2": ("bf16", "int8", "int4"),
+    "torch_ddp": ("bf16", "fp16", "powersgd"),
+}
+"""The compressions of each strategy that has any."""
+
 FORMER_NAMES: dict[str, StrategyName] = {
     "bucketed": "ddp",
     "sharded_optimizer": "zero1",
@@ -88,6 +98,19 @@ def with_current_names(document: bytes) -> bytes:
     """
     return _FORMER_IN_JSON.sub(
         lambda found: found[1] + FORMER_NAMES[found[2].decode()].encode() + b'"', document
+    )
+
+
+def require_compression(strategy: StrategyName, compression: Compression) -> None:
+    """Raises a `UsageError` if a strategy does not have a compression."""
+    known = COMPRESSIONS.get(strategy, ())
+    if compression == "none" or compression in known:
+        return
+    have = [name for name, compressions in COMPRESSIONS.items() if compression in compressions]
+    own = f"{strategy} has {', '.join(known)}" if known else f"{strategy} has none"
+    raise UsageError(
+        f"compression {compression} is one of strategy {' and '.join(have)}, and {own}; change one "
+        "of them"
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from paceline.core.errors import DataError
 from paceline.core.units import one_line
 from paceline.data.storage import Storage
-from paceline.records.store import UNDECODABLE
+from paceline.records.store import UNDECODABLE, Count, Int64
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -34,8 +34,8 @@ _DOCUMENT_END_BYTES = 4
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One shard's counts and digests."""
 
-    num_tokens: int
-    num_documents: int
+    num_tokens: Count
+    num_documents: Count
     """Documents that end in this shard."""
     tokens_blake3: str
     documents_blake3: str
@@ -51,8 +51,8 @@ class ShardSizes(NamedTuple):
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stream of tokens."""
 
-    num_tokens: int
-    num_documents: int
+    num_tokens: Count
+    num_documents: Count
     shards: msgspec.Raw
     """The shard entries in order, as JSON."""
 
@@ -71,15 +71,15 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A file that documents were read from, and its state at that time."""
 
     name: str
-    num_bytes: int
-    modified_ns: int
+    num_bytes: Count
+    modified_ns: Int64
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Documents that were dropped for one reason."""
 
-    num_documents: int
-    num_bytes: int
+    num_documents: Count
+    num_bytes: Count
     examples: list[str]
     """Locations of some of them."""
 
@@ -91,15 +91,15 @@ class DatasetManifest(
 
     schema: int
     dtype: TokenType
-    shard_tokens: int
-    vocab_size: int
-    end_of_document: int
+    shard_tokens: Count
+    vocab_size: Count
+    end_of_document: Count
     """The token that follows every document."""
     tokenizer_blake3: str
     options: dict[str, str | int | float | bool | None]
     """The options that determine the bytes of the shards."""
     sources: list[SourceFile]
-    num_source_bytes: int
+    num_source_bytes: Count
     """Bytes of the kept documents before tokenization."""
     dropped: dict[str, Dropped]
     """Dropped documents, by reason."""

@@ -177,7 +177,7 @@ class GradientBucket(abc.ABC):
     ) -> None:
         self.plan = plan
         self.parameters = parameters
-        self._names = names
+        self.names = names
         self._dtypes = [parameter.dtype for parameter in parameters]
 
     @abc.abstractmethod
@@ -231,7 +231,7 @@ class GradientBucket(abc.ABC):
     def _gradient(self, position: int) -> Tensor:
         return reducible_gradient(
             self.parameters[position],
-            self._names[position],
+            self.names[position],
             self._dtypes[position],
             self.plan.device,
         )

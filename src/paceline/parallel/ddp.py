@@ -50,6 +50,7 @@ from paceline.parallel.buckets import (
 from paceline.parallel.compression.bucket import CompressedBucket
 from paceline.parallel.compression.codec import CodeName
 from paceline.parallel.compression.queue import CompressedQueue
+from paceline.parallel.compression.residual import HasResiduals, Residual
 from paceline.parallel.contract import (
     DataParallelContainer,
     LocalGradients,
@@ -201,6 +202,18 @@ class DataParallel(DataParallelContainer):
     def message_bytes(self) -> list[int]:
         """Returns the size of each gradient message in the last synchronisation."""
         return [] if self._synchronizer is None else self._synchronizer.message_bytes()
+
+    def residuals(self) -> list[Residual]:
+        """Returns what compressed messages have left out of gradients; empty without compression.
+
+        They belong to a checkpoint. The next backward pass that averages may begin with others.
+        """
+        return [
+            residual
+            for bucket in ([] if self._synchronizer is None else self._synchronizer.buckets)
+            if isinstance(bucket, HasResiduals)
+            for residual in bucket.residuals()
+        ]
 
     def _arrived(self) -> dict[str, bool]:
         if self._synchronizer is None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import UsageError
-from paceline.core.strategies import BUCKET_STRATEGIES, BucketSize, StrategyName, find_strategy
+from paceline.core.strategies import (
+    BUCKET_STRATEGIES,
+    BucketSize,
+    Compression,
+    StrategyName,
+    find_strategy,
+    require_compression,
+)
 from paceline.parallel.contract import DataParallelContainer, persistent_buffers
 from paceline.parallel.ddp import (
     BucketedDataParallel,
@@ -44,18 +52,27 @@ _SHARD_THE_OPTIMIZER: tuple[StrategyName, ...] = ("zero1", "zero2")
 
 
 def apply_strategy(
-    name: StrategyName, module: nn.Module, bucket_size_mb: BucketSize | None = None
+    name: StrategyName,
+    module: nn.Module,
+    bucket_size_mb: BucketSize | None = None,
+    compression: Compression = "none",
 ) -> nn.Module:
     """Wraps a module for data-parallel training over all ranks; "none" returns it unchanged.
 
     Without a bucket size, each strategy uses its own default.
     """
     name = find_strategy(name)
-    if bucket_size_mb is None:
-        return _WRAP[name](module)
-    if name not in BUCKET_STRATEGIES:
-        raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
-    return _WRAP[name](module, bucket_size_mb)
+    require_compression(name, compression)
+    options: dict[str, Any] = {}
+    if bucket_size_mb is not None:
+        if name not in BUCKET_STRATEGIES:
+            raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
+        options["bucket_size_mb"] = bucket_size_mb
+    if compression == "bf16" and name != "torch_ddp":
+        options["reduction_dtype"] = torch.bfloat16
+    elif compression != "none":
+        options["compression"] = compression
+    return _WRAP[name](module, **options)
 
 
 def make_optimizer(
@@ -152,13 +169,15 @@ def synchronization_stats(module: nn.Module) -> SynchronizationStats | None:
     return None if (traffic := traffic_of(module)) is None else traffic.stats()
 
 
-def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None = None) -> nn.Module:
+def _torch_ddp(
+    module: nn.Module, bucket_size_mb: BucketSize | None = None, compression: Compression = "none"
+) -> nn.Module:
     if bucket_size_mb == "auto":
         raise UsageError("torch_ddp cannot choose a bucket size; give it a number")
     if dist.get_world_size() == 1:
         return module
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent_buffers(module))}
-    return DistributedDataParallel(
+    ddp = DistributedDataParallel(
         module,
         bucket_cap_mb=bucket_size_mb,
         # DDP's fastest settings: gradients are views of the buckets, and the graph is static.
@@ -166,6 +185,36 @@ def _torch_ddp(module: nn.Module, bucket_size_mb: BucketSize | None = None) -> n
         static_graph=True,
         **sync_buffers,
     )
+    if compression != "none":
+        _register_hook(ddp, compression)
+    return ddp
+
+
+_POWERSGD_RANK = 4
+_POWERSGD_FROM = 2
+"""The first iteration that torch's PowerSGD may compress."""
+
+
+def _register_hook(ddp: DistributedDataParallel, compression: Compression) -> None:
+    """Registers torch's communication hook of a compression."""
+    # Imports torch's optimizers of a process group, which take a while.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if compression == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=_POWERSGD_RANK,
+            start_powerSGD_iter=_POWERSGD_FROM,
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return
+    chosen = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+
+    # DDP refuses the bf16 hook by its name without NCCL, although gloo sums bf16 too.
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return chosen[compression](None, bucket)  # type: ignore[arg-type]
+
+    ddp.register_comm_hook(None, hook)
 
 
 _WRAP: dict[StrategyName, Callable[..., nn.Module]] = {

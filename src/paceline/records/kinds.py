@@ -23,6 +23,9 @@ LINK_SHAPE = (LINK_RATE, LINK_LOSS, LINK_DELAY)
 MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
 LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
 
+COMPRESSION = "compression"
+"""How gradients are compressed; records of uncompressed ones do not have the field."""
+
 _MACHINE = ("device", "hardware", "threads")
 _GROUP = ("world_size", "num_hosts", "dtype", "backend")
 MODEL_FIELDS = (
@@ -99,11 +102,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "comm": (("operation", "size_bytes", *_GROUP, *_MACHINE), _WARMUP_STEPS),
     # Training steps under one of several strategies, measured in alternation.
-    "ddp": (_DATA_PARALLEL, _WARMUP_ROUNDS),
+    "ddp": (_DATA_PARALLEL, (COMPRESSION, *_WARMUP_ROUNDS)),
     # Memory of such steps by category, measured one strategy after the other.
     "optimizer": (_DATA_PARALLEL, _WARMUP_STEPS),
     # Time breakdown of such steps on one rank, and one step in detail.
-    "timeline": ((*_DATA_PARALLEL, "rank"), _WARMUP_ROUNDS),
+    "timeline": ((*_DATA_PARALLEL, "rank"), (COMPRESSION, *_WARMUP_ROUNDS)),
     # Peak memory of a run's step on accelerators, and its forecast; the fullest rank.
     "device_memory": (
         (

@@ -17,7 +17,7 @@ from paceline.core.errors import RecordError
 from paceline.core.plan import Estimate
 from paceline.core.specs import BatchShape, ModelShape
 from paceline.records.environment import Environment
-from paceline.records.kinds import LINK_SHAPE, PREDICTION, PREDICTS, Kind, find_kind
+from paceline.records.kinds import COMPRESSION, LINK_SHAPE, PREDICTION, PREDICTS, Kind, find_kind
 
 CaseValue = str | int | float | bool | None
 Outcome = Literal["ok", "out_of_memory", "skipped", "failed", "timeout", "diverged"]
@@ -132,7 +132,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def join_key(record: Record) -> tuple[CaseValue, ...]:
     """Returns the key of a `record` that a prediction shares with its measurement."""
     kind = record.measured_kind
-    fields = (*kind.join_key, *LINK_SHAPE)
+    fields = (*kind.join_key, *LINK_SHAPE, COMPRESSION)
     return (kind.name, *(record.case.get(field) for field in fields))
 
 

@@ -20,7 +20,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Annotated, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -32,6 +32,11 @@ from paceline.core.strategies import with_current_names
 from paceline.core.units import one_line
 from paceline.records.kinds import MEASURED_LINK_RATE
 from paceline.records.schema import CaseValue, Record
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A number in a file that may come from elsewhere, such as a time."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**59)]
+"""A count, size or index in a file that may come from elsewhere; its bytes fit 64 bits too."""
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions from decoding untrusted JSON; deep nesting raises the last."""

@@ -7,7 +7,7 @@ from paceline.accounting import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
-from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, MODEL_FIELDS
+from paceline.records.kinds import COMPRESSION, LINK_RATE, MEASURED_LINK_RATE, MODEL_FIELDS
 from paceline.records.schema import model_of_case
 
 # A named model implies its dimensions, so these are shown only for unnamed shapes.
@@ -73,15 +73,18 @@ def describe_case(record: Record, varying: Sequence[str], separator: str = ", ")
 
 
 def strategy_text(record: Record) -> str:
-    """Returns the name of a strategy, with its bucket size if it has one."""
+    """Returns the name of a strategy, with its compression and bucket size if it has them."""
     size = record.case["bucket_size_mb"]
     name = str(record.case["strategy"])
+    if (compression := record.case.get(COMPRESSION)) is not None:
+        name = f"{name} {compression}"
     return name if size is None else f"{name} {field_text('bucket_size_mb', size)}"
 
 
 def strategy_case(record: Record, varying: Sequence[str]) -> str:
     """Returns a name for a record: strategy, bucket size, and other varying fields."""
-    others = [field for field in varying if field not in ("strategy", "bucket_size_mb")]
+    named = ("strategy", COMPRESSION, "bucket_size_mb")
+    others = [field for field in varying if field not in named]
     name = strategy_text(record)
     return f"{name}, {describe_case(record, others)}" if others else name
 
@@ -118,7 +121,7 @@ def field_label(field: str) -> str:
 def field_text(field: str, value: CaseValue) -> str:
     """Returns the display text of a case field's value."""
     if value is None:
-        return "unshaped" if field == LINK_RATE else "n/a"
+        return {LINK_RATE: "unshaped", COMPRESSION: "none"}.get(field, "n/a")
     for suffix, unit in _UNIT_SUFFIXES.items():
         if field.endswith(suffix) and isinstance(value, int | float):
             return format_decimal(value, unit)

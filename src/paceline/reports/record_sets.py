@@ -311,7 +311,7 @@ def strategy_groups(record_set: RecordSet, *needed: str) -> list[list[Record]]:
     """Returns, for every location, a group of measured strategies that includes all in `needed`."""
     found = [
         record
-        for record in record_set.find("ddp", strategy=STRATEGIES, compile="none")
+        for record in record_set.find("ddp", strategy=STRATEGIES, compile="none", compression=None)
         if record.metrics and step_seconds(record) > 0 and has_peers(record)
     ]
     return comparable_groups(found, OVER, holds=includes("strategy", *needed))

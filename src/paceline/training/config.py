@@ -15,8 +15,10 @@ from paceline.core.specs import ModelShape, require_context
 from paceline.core.strategies import (
     BUCKET_STRATEGIES,
     DEFAULT_BUCKET_SIZE_MB,
+    Compression,
     StrategyName,
     find_strategy,
+    require_compression,
 )
 from paceline.core.units import GB
 from paceline.data.loader.config import LoaderConfig, SourceConfig
@@ -221,6 +223,10 @@ class ParallelConfig:
     """Replicas of the sharded states, each sharded over the ranks that the axes leave over."""
     bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB
     """Bucket size in MiB, for the strategies that have buckets."""
+    compression: Compression = "none"
+    """How ddp and zero2 send gradients: bf16, int8 or int4 (needs the extra compression); with
+    int8 and int4, what a step's messages leave out is sent with the next step's. torch_ddp has bf16
+    and fp16."""
     device: DeviceName = "auto"
     """auto uses the accelerator if there is one."""
     timeout_s: float = 600.0
@@ -242,6 +248,7 @@ class ParallelConfig:
         _require_positive("parallel", self, "heartbeat_timeout_s", "replica_timeout_s")
         axes = ("tensor", "context", "pipeline", "interleave", "replicate")
         _require_positive("parallel", self, *axes)
+        self._require_compression(any(getattr(self, axis) > 1 for axis in axes))
         if self.elastic == "replicas" and any(getattr(self, axis) > 1 for axis in axes):
             raise UsageError(
                 "parallel.elastic replicas has one rank in each replica; leave parallel.tensor and "
@@ -251,6 +258,19 @@ class ParallelConfig:
             raise UsageError(
                 f"parallel.elastic replicas keeps a whole model on every rank, which "
                 f"parallel.strategy {self.strategy} does not; use ddp"
+            )
+
+    def _require_compression(self, has_mesh: bool) -> None:
+        require_compression(self.strategy, self.compression)
+        if self.compression == "powersgd":
+            raise UsageError(
+                "parallel.compression powersgd keeps state that torch's checkpoints do not have; "
+                "use int4, or measure it with paceline bench ddp"
+            )
+        if self.compression != "none" and (has_mesh or self.elastic == "replicas"):
+            raise UsageError(
+                f"parallel.compression {self.compression} is for data-parallel ranks only; leave "
+                "parallel.tensor and the other axes at 1, and parallel.elastic none"
             )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.accounting.counts import count_parameters, flops_per_token
+from paceline.accounting.memory.model_states import compression_bytes
 from paceline.accounting.memory.step import MemoryParts, step_memory
 from paceline.accounting.model_config import CONFIG, model_of_config, read_config_json
 from paceline.core.errors import RecordError, UsageError
@@ -158,7 +159,8 @@ def forecast(
     Args:
         config: The run.
         world_size: Number of ranks.
-        calibration: Records of ``paceline calibrate`` for ``world_size * at_once`` ranks.
+        calibration: Records of ``paceline calibrate`` for ``world_size * at_once`` ranks. They do
+            not measure packing: the time of steps with compressed gradients is not predicted.
         at_once: Number of such runs that share the machine.
         history: Earlier predictions and measurements.
         hardware: The machine, to select from the history; by default that of the calibration.
@@ -179,7 +181,7 @@ def forecast(
     step = dataclasses.replace(batch, accumulation_steps=passes)
     memory = _memory(config, shape, layout, step, world_size, on_accelerator=on_accelerator)
     step_time_s = None
-    if calibration is not None:
+    if calibration is not None and config.parallel.compression == "none":
         known = calibrations(RecordStore(calibration).read())
         ranks = _calibrated_ranks(known, world_size * at_once, calibration)
         hardware = hardware or str(ranks.topology["hardware"])
@@ -249,7 +251,7 @@ def _memory(
     precision = precision_preset(config.training.precision)
     if needs_mesh(layout):
         return trainer_memory(layout, shape, step, precision, on_accelerator=on_accelerator)
-    return step_memory(
+    parts = step_memory(
         shape,
         step,
         precision,
@@ -259,6 +261,8 @@ def _memory(
         bucket_size_mb=config.parallel.bucket_size_mb,
         on_accelerator=on_accelerator,
     )["before_step"]
+    left_out = compression_bytes(shape, config.parallel.compression, world_size)
+    return dataclasses.replace(parts, buffers=parts.buffers + left_out)
 
 
 def _kept_in_memory_bytes(

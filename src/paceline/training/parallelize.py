@@ -351,7 +351,12 @@ def build(config: RunConfig, layout: ParallelLayout, session: Session) -> TrainS
         module.compile_blocks()
     # 3. The strategy wraps or shards the parameters; 4. optimizers get the result.
     strategy = config.parallel.strategy_on(session.world_size)
-    model = apply_strategy(strategy, module, config.parallel.bucket_size_for(strategy))
+    model = apply_strategy(
+        strategy,
+        module,
+        config.parallel.bucket_size_for(strategy),
+        config.parallel.compression if strategy != "none" else "none",
+    )
     optimizers = make_optimizers(config.optimizer, strategy, model)
     return TrainState(
         module=module,

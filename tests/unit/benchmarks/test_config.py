@@ -57,6 +57,18 @@ def test_too_long_a_context_names_model_and_limit() -> None:
         list(StepSweep(context=(4096,)).cases())
 
 
+def test_compressions_apply_to_the_strategies_that_have_them() -> None:
+    sweep = DataParallelSweep(
+        strategies=("torch_ddp", "flat", "ddp"), compression=("bf16", "int4", "powersgd")
+    )
+    assert [variant.label for variant in sweep.variants()] == [
+        *("torch_ddp bf16 25 MiB", "torch_ddp powersgd 25 MiB", "flat"),
+        *("ddp bf16 25 MiB", "ddp int4 25 MiB"),
+    ]
+    with pytest.raises(UsageError, match="one of strategy torch_ddp, and flat has none"):
+        DataParallelSweep(strategies=("flat", "ddp"), compression=("powersgd",))
+
+
 def test_bucket_sizes_apply_to_the_strategies_that_have_buckets() -> None:
     sweep = DataParallelSweep(strategies=("torch_ddp", "flat", "ddp"), bucket_size_mb=(5.0, "auto"))
     (case,) = sweep.cases()

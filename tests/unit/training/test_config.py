@@ -4,12 +4,14 @@ import dataclasses
 import json
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
 from paceline.cli.main import main
 from paceline.core.errors import UsageError
 from paceline.scaling import SweepDesign, synthetic_sweep
+from paceline.training.config import ParallelConfig
 from paceline.training.forecast import forecast
 from paceline.training.toml_config import decode_config
 from tests.unit.scaling.surfaces import SURFACE
@@ -88,6 +90,7 @@ def test_nothing_is_predicted_of_a_model_that_is_not_known(
         (2, ["parallel.tensor=2"]),
         (4, ["parallel.replicate=2", "parallel.strategy=fsdp"]),
         (None, ["parallel.elastic=replicas"]),
+        (2, ["parallel.strategy=zero2", "parallel.compression=int4"]),
     ],
 )
 def test_a_dry_run_predicts_every_layout(
@@ -107,6 +110,21 @@ def test_a_dry_run_predicts_every_layout(
     predicted = forecast(decode_config(RUN, changes), ranks or 2)
     assert said["memory"] == dataclasses.asdict(predicted.memory)
     assert said["corrected"]["memory_bytes"]["value"] == predicted.memory.total
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"strategy": "fsdp", "compression": "int4"}, "ddp and zero2, and fsdp has none"),
+        ({"strategy": "ddp", "compression": "fp16"}, "torch_ddp, and ddp has bf16, int8, int4"),
+        ({"strategy": "torch_ddp", "compression": "powersgd"}, "bench ddp"),
+        ({"compression": "int4", "tensor": 2}, "leave parallel.tensor and the other axes at 1"),
+        ({"compression": "int4", "elastic": "replicas"}, "and parallel.elastic none"),
+    ],
+)
+def test_a_compression_that_cannot_run_is_refused(parallel: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        ParallelConfig(**parallel)
 
 
 def test_the_loss_at_the_end_is_predicted_from_smaller_runs(

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.errors import UsageError
 from paceline.core.runnable import needs_mesh
-from paceline.core.strategies import StrategyName
+from paceline.core.strategies import Compression, StrategyName
 from paceline.core.units import GIB
 from paceline.data.loader.config import SourceConfig
 from paceline.predict.history import HistoryEntry, Quantity
@@ -87,6 +87,21 @@ def test_every_micro_batch_counts() -> None:
     assert bytes_of("ddp", 4) == bytes_of("ddp", 8)
     assert bytes_of("zero2", 4) - bytes_of("zero2", 2) > gradients / 2
     assert bytes_of("torch_fsdp2", 4) - bytes_of("torch_fsdp2", 2) > gradients / 4
+
+
+@pytest.mark.parametrize(("compression", "bytes_per_parameter"), [("int4", 6), ("bf16", 0)])
+def test_what_packed_messages_leave_out_needs_memory(
+    compression: Compression, bytes_per_parameter: int
+) -> None:
+    config = _config(1)
+    plain = forecast(config, world_size=2).memory
+    parallel = ParallelConfig(compression=compression)
+    packed = forecast(dataclasses.replace(config, parallel=parallel), world_size=2)
+    assert packed.memory.buffers - plain.buffers == pytest.approx(
+        bytes_per_parameter * packed.num_parameters, rel=1e-6
+    )
+    alone = forecast(dataclasses.replace(config, parallel=parallel), world_size=1)
+    assert alone.memory == forecast(config, world_size=1).memory
 
 
 def test_what_is_kept_in_memory_is_said() -> None:

@@ -38,11 +38,13 @@ from paceline.core.strategies import (
     SHARDED_GRADIENTS,
     SHARDED_PARAMETERS,
     SHARDED_STATE,
+    Compression,
     StrategyName,
 )
 from paceline.core.units import MIB
 
 _COUNTER_BYTES = 4
+_FLOAT32_BYTES = 4
 _OWN_BUCKETS = ("naive", "flat", "overlapped", "ddp", "zero1")
 
 
@@ -110,6 +112,19 @@ def rank_state_bytes(
         gradients=elements.num_gradients * bytes_per_element(precision.gradients),
         optimizer_state=moments + _COUNTER_BYTES * elements.num_counters,
     )
+
+
+def compression_bytes(shape: ModelShape, compression: Compression, world_size: int) -> int:
+    """Returns the bytes that a rank keeps from step to step for packed gradients.
+
+    What messages leave out of the rank's gradients has the size of the parameters in float32. A
+    rank's share of the parameters has the size of what is left out of sums, or, with ZeRO-2, of the
+    master of the rank's shard.
+    """
+    if compression not in ("int8", "int4") or world_size == 1:
+        return 0
+    num_parameters = sum(parameter_sizes(shape))
+    return _FLOAT32_BYTES * (num_parameters + -(-num_parameters // world_size))
 
 
 class _Elements(NamedTuple):

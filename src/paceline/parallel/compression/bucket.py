@@ -1,6 +1,6 @@
 """Buckets of gradients whose average is packed in 8 or 4 bits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from paceline.parallel.buckets import Bucket, BucketPlan
 from paceline.parallel.compression.average import CompressedAverage
 from paceline.parallel.compression.codec import CodeName
 from paceline.parallel.compression.queue import CompressedQueue
+from paceline.parallel.compression.residual import Residual, left_of_gradients, left_of_sums
 from paceline.parallel.ranks.pending import Pending
 
 
@@ -68,6 +69,12 @@ class CompressedBucket(Bucket):
             parameter: slot.piece_of(left_out)
             for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
         }
+
+    def residuals(self) -> Iterator[Residual]:
+        """Yields what this rank's messages have left out, by parameter."""
+        average, slots = self._average, self.plan.slots
+        yield from left_of_gradients(slots, self.names, average.left_out)
+        yield from left_of_sums(slots, self.names, average.left_back, average.own)
 
     def _run(self, group: dist.ProcessGroup) -> None:
         gradients, flags = self.buffer[: self.plan.num_elements], self._used

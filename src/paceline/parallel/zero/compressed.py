@@ -9,7 +9,7 @@
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from paceline.parallel.buckets import BucketPlan
 from paceline.parallel.compression.codec import CodeName
 from paceline.parallel.compression.packed import PackedAllGather, PackedReduceScatter
 from paceline.parallel.compression.queue import CompressedQueue
+from paceline.parallel.compression.residual import Residual, left_of_gradients
 from paceline.parallel.ranks.collectives import ReduceScatter
 from paceline.parallel.ranks.pending import Pending
 from paceline.parallel.zero.bucket import ShardedBucket, ShardedParameters
@@ -105,10 +106,9 @@ class CompressedShardedBucket(ShardedBucket):
             pieces_of(flat.layout), 0, code, rank=rank, device=plan.device
         )
 
-    @property
-    def left_out(self) -> Tensor:
-        """What this rank's messages have left out of its gradients."""
-        return self._packed.left_out
+    def residuals(self) -> Iterator[Residual]:
+        """Yields what this rank's messages have left out of its gradients, by parameter."""
+        return left_of_gradients(self.plan.slots, self.names, self._packed.left_out)
 
     def sent_bytes(self, _message: Tensor) -> int:
         """Returns the size of the packed message."""
