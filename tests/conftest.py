@@ -43,6 +43,7 @@ for _inputs in (ForwardInputs, BackwardInputs):
 _TOGETHER = {
     # These look for leftovers on the whole machine, so no other test may use the lab meanwhile.
     "tests/distributed/test_sessions.py": "lab",
+    "tests/distributed/test_sites.py": "lab",
     "tests/end_to_end/test_tutorial.py": "lab",
     # These share expensive fixtures, which one worker builds once.
     "tests/end_to_end/test_train.py": "train",

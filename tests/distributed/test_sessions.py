@@ -293,7 +293,7 @@ def test_other_users_do_not_reach_ranks_in_a_network_namespace(
 @pytest.mark.slow
 @needs_lab
 def test_a_shaped_link_carries_its_rate() -> None:
-    from paceline.lab.network import measure_link
+    from paceline.lab.bandwidth import measure_link
 
     for rate in (200e6, 1e9):
         with hosts(2, LinkShape(rate_bits_per_s=rate)) as (first, second):
@@ -326,14 +326,17 @@ def test_virtual_hosts_have_no_way_out() -> None:
 
 
 @needs_lab
-def test_a_lab_killed_by_force_leaves_nothing() -> None:
+@pytest.mark.parametrize(
+    "shape", [["--hosts", "2"], ["--sites", "2", "--hosts", "1", "--site-delay", "1ms"]]
+)
+def test_a_lab_killed_by_force_leaves_nothing(shape: list[str]) -> None:
     # The shell forks `sleep`, so killing only the rank would not end it.
-    command = [str(BIN / "paceline"), "lab", "run", "--hosts", "2", "--"]
+    command = [str(BIN / "paceline"), "lab", "run", *shape, "--"]
     command += ["sh", "-c", "sleep 98765; true"]
     before = _network_namespaces()
     lab = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert lab.stderr is not None
-    assert "measured link bandwidth" in lab.stderr.readline()
+    assert lab.stderr.readline().startswith("paceline lab: measured ")
     deadline = time.monotonic() + 20
     while len(_running(["sleep", "98765"])) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -356,10 +359,12 @@ def test_a_lab_killed_by_force_leaves_nothing() -> None:
 def test_an_ordinary_user_has_a_lab_too() -> None:
     code = (
         "import os\n"
-        "from paceline.lab import LinkShape, hosts\n"
+        "from paceline.lab import LinkShape, sites\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "with hosts(2, LinkShape(rate_bits_per_s=1e8)) as made:\n"
-        "    print(made[0].run('ping', '-c', '1', '-W', '2', made[1].address) != '')\n"
+        "link, uplink = LinkShape(rate_bits_per_s=1e8), LinkShape(delay_s=0.005)\n"
+        "with sites(2, 1, link, uplink) as (here, there):\n"
+        "    (host,), (other,) = here.hosts, there.hosts\n"
+        "    print(host.run('ping', '-c', '1', '-W', '2', other.address) != '')\n"
     )
     probe = subprocess.run(
         ["setpriv", "--reuid", "65534", "--clear-groups", "unshare", "-Urn", "true"],

@@ -106,7 +106,7 @@ EXPORTS = {
         "read_sweep",
         "synthetic_sweep",
     },
-    "paceline.lab": {"Host", "LabError", "LinkShape", "hosts"},
+    "paceline.lab": {"Host", "LabError", "LinkShape", "Site", "hosts", "sites"},
 }
 TORCH_FREE_ROOMS = (
     *("core", "records", "accounting", "predict", "planner", "scaling", "lab", "reports"),

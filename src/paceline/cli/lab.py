@@ -14,6 +14,7 @@ from paceline.core.units import parse_bytes, parse_rate, parse_seconds
 if TYPE_CHECKING:
     from paceline.lab.chaos import ChaosConfig
     from paceline.lab.faults import Kind
+    from paceline.lab.network import LinkShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class ChaosCommand:
     """Slow a host's link down to 50 Mbit/s for this long; needs --hosts."""
     link_loss: str | None = None
     """Drop 2% of a host's packets for this long; needs --hosts and iptables."""
+    site_down: str | None = None
+    """Take a site's uplink down for this long; needs --sites."""
+    site_kill: bool = False
+    """Kill all ranks of a site; needs --sites."""
     disk_full: bool = False
     """Fill the disk of the run for 5 s; needs root, to mount a tmpfs as this disk."""
     disk_size: str = "1GB"
@@ -50,7 +55,10 @@ class ChaosCommand:
     any_process: bool = False
     """Also kill and stop launchers and helper processes, not only ranks."""
     hosts: int = 0
-    """Run the command once on each of this many virtual hosts, as lab run does."""
+    """Run the command once on each of this many virtual hosts, as lab run does; with --sites, of
+    every site."""
+    sites: int = 1
+    """Number of sites that the virtual hosts are in."""
     duration: Annotated[str, tyro.conf.arg(name="for")] = "5min"
     """How long to inject faults; the run is then left to finish."""
     finish_within: str = "10min"
@@ -111,7 +119,8 @@ class ChaosCommand:
             seed=self.seed,
             any_process=self.any_process,
             restart=not self.no_restart,
-            num_hosts=self.hosts,
+            hosts_per_site=self.hosts,
+            num_sites=self.sites,
             disk_bytes=parse_bytes(self.disk_size) if self.disk_full else 0,
             reference=self.reference,
         )
@@ -134,16 +143,17 @@ class ChaosCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """Run a command once per rank on virtual hosts with shaped links.
+    """Run a command once per rank on virtual hosts with shaped links, in one site or several.
 
     Rank 0's stdout passes through; everything else goes to stderr. The command finds RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME in its environment.
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME in its environment;
+    with --sites also PACELINE_SITE and PACELINE_NUM_SITES. Ranks are numbered site by site.
     """
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")]
     """The command and its arguments, after --."""
     hosts: int = 2
-    """Number of virtual hosts, each in its own network namespace."""
+    """Number of virtual hosts, each in its own network namespace; with --sites, of every site."""
     ranks_per_host: int = 1
     """Ranks on each host."""
     rate: str | None = None
@@ -152,24 +162,42 @@ class RunCommand:
     """Delay between hosts, such as 5ms; needs netem in the kernel."""
     loss: str | None = None
     """Fraction of packets that are lost, such as 1%."""
+    sites: int = 1
+    """Number of sites; all hosts of a site share its one uplink to the other sites."""
+    site_rate: str | None = None
+    """Bandwidth of each site's uplink in each direction, such as 100mbit."""
+    site_delay: str | None = None
+    """Delay from one site to another, such as 20ms."""
+    site_loss: str | None = None
+    """Fraction of packets from one site to another that are lost, such as 0.1%."""
 
     def run(self) -> int:
         """Runs the command and returns its exit code."""
-        from paceline.lab.network import LinkShape, parse_loss
         from paceline.lab.run import run_in_lab
 
         if not self.command:
             raise UsageError("nothing to run: put the command after --")
-        if self.hosts < 1 or self.ranks_per_host < 1:
-            raise UsageError("--hosts and --ranks-per-host must be at least 1")
-        link = LinkShape(
-            rate_bits_per_s=None if self.rate is None else parse_rate(self.rate),
-            delay_s=0.0 if self.delay is None else parse_seconds(self.delay, "delay"),
-            loss=0.0 if self.loss is None else parse_loss(self.loss),
-        )
+        if min(self.sites, self.hosts, self.ranks_per_host) < 1:
+            raise UsageError("--sites, --hosts and --ranks-per-host must be at least 1")
+        uplink = (self.site_rate, self.site_delay, self.site_loss)
         return run_in_lab(
-            self.command, num_hosts=self.hosts, ranks_per_host=self.ranks_per_host, link=link
+            self.command,
+            num_sites=self.sites,
+            hosts_per_site=self.hosts,
+            ranks_per_host=self.ranks_per_host,
+            link=_link_shape(self.rate, self.delay, self.loss),
+            uplink=None if uplink == (None, None, None) else _link_shape(*uplink),
         )
+
+
+def _link_shape(rate: str | None, delay: str | None, loss: str | None) -> "LinkShape":
+    from paceline.lab.network import LinkShape, parse_loss
+
+    return LinkShape(
+        rate_bits_per_s=None if rate is None else parse_rate(rate),
+        delay_s=0.0 if delay is None else parse_seconds(delay, "delay"),
+        loss=0.0 if loss is None else parse_loss(loss),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from paceline.core.strategies import StrategyName
 from paceline.core.units import format_decimal
 from paceline.course.answers import Answer, Numbers, Row, measured_answer, numbers_of, row
 from paceline.records import Record, join_key
-from paceline.records.kinds import LINK_SHAPE, MEASURED_LINK_RATE, PREDICTS
+from paceline.records.kinds import LINK_SHAPE, MEASURED_RATES, PREDICTS
 from paceline.records.links import describe_link, find_link
 from paceline.reports.comparison import compare
 from paceline.reports.fields import case_number, strategy_text
@@ -140,7 +140,7 @@ def _predictions(record_set: RecordSet, step: Record) -> list[Record]:
         and all(
             value == step.case.get(field)
             for field, value in record.case.items()
-            if field not in (*OVER, PREDICTS, MEASURED_LINK_RATE)
+            if field not in (*OVER, PREDICTS, *MEASURED_RATES)
         )
     ]
 

@@ -1,5 +1,5 @@
 """A virtual cluster on one machine: hosts behind shaped links, and a disposable Slurm."""
 
-from paceline.lab.network import Host, LabError, LinkShape, hosts
+from paceline.lab.network import Host, LabError, LinkShape, Site, hosts, sites
 
-__all__ = ["Host", "LabError", "LinkShape", "hosts"]
+__all__ = ["Host", "LabError", "LinkShape", "Site", "hosts", "sites"]

@@ -19,9 +19,10 @@ import msgspec
 from paceline.core.errors import UsageError
 from paceline.core.processes import termination_as_exit
 from paceline.lab.faults import FAULTS, Fault, Kind, TargetRun, schedule, small_disk
-from paceline.lab.network import Host, hosts
-from paceline.lab.run import Command, end_all, new_mark
+from paceline.lab.network import Site, sites
+from paceline.lab.run import Command, end_all, hosts_of, new_mark
 from paceline.records import CaseValue, Environment, Metric, Record
+from paceline.records.kinds import NUM_SITES
 from paceline.records.store import UNDECODABLE
 from paceline.training.metrics import MetricsFile, StepRow
 from paceline.training.run_directory import METRICS, audit_run
@@ -59,8 +60,9 @@ class ChaosConfig:
     """Whether launchers and helper processes are also killed and stopped, not only ranks."""
     restart: bool = True
     """Whether the command is restarted when it fails."""
-    num_hosts: int = 0
-    """Hosts of the lab, with one rank each; 0 to run on this machine, where no link can fail."""
+    hosts_per_site: int = 0
+    """Hosts of each site of the lab, with one process each; 0 to run on this machine."""
+    num_sites: int = 1
     disk_bytes: int = 0
     """Size of the disk that is mounted for the run; 0 for none."""
     reference: pathlib.Path | None = None
@@ -75,8 +77,19 @@ class ChaosConfig:
             raise UsageError("--for, --finish-within and --recover-within must be positive")
         if self.steps_between < 1:
             raise UsageError("--steps-between must be at least 1")
+        if self.num_sites < 1 or self.hosts_per_site < 0:
+            raise UsageError("--sites must be at least 1, and --hosts not negative")
+        if self.num_sites > 1 and not self.hosts_per_site:
+            raise UsageError("--sites needs virtual hosts; add --hosts 1, which is for every site")
+        if self.num_sites < 2 and any(FAULTS[kind].needs_sites for kind in self.kinds):
+            raise UsageError("faults of sites need several; add --sites 2 --hosts 1")
         if self.num_hosts < 2 and any(FAULTS[kind].needs_links for kind in self.kinds):
             raise UsageError("link faults need links between virtual hosts; add --hosts 2")
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the lab; 0 if the command runs on this machine, where no link can fail."""
+        return self.num_sites * self.hosts_per_site
 
 
 class StepProgress:
@@ -166,17 +179,19 @@ def run_chaos(config: ChaosConfig) -> ChaosOutcome:
         stack.enter_context(termination_as_exit())
         if config.disk_bytes:
             stack.enter_context(small_disk(config.run, config.disk_bytes))
-        made = stack.enter_context(hosts(config.num_hosts)) if config.num_hosts else []
+        made: Sequence[Site] = ()
+        if config.num_hosts:
+            made = stack.enter_context(sites(config.num_sites, config.hosts_per_site))
         return _Chaos(config, made).play()
 
 
 class _Chaos:
-    def __init__(self, config: ChaosConfig, made: Sequence[Host]) -> None:
+    def __init__(self, config: ChaosConfig, made: Sequence[Site]) -> None:
         self._config = config
         self._mark = new_mark()
-        self._command = Command(config.command, self._mark, made)
+        self._command = Command(config.command, self._mark, hosts_of(made))
         self._target = TargetRun(
-            directory=config.run, mark=self._mark, hosts=made, any_process=config.any_process
+            directory=config.run, mark=self._mark, sites=made, any_process=config.any_process
         )
         self._began = time.monotonic()
         self._progress = StepProgress(config.run, self._began)
@@ -351,6 +366,8 @@ def chaos_records(
         "seed": config.seed,
         "num_hosts": config.num_hosts,
     }
+    if config.num_sites > 1:
+        case[NUM_SITES] = config.num_sites
     for injected in outcome.injected:
         yield _fault_record(case, injected, environment)
     lost = [injected for injected in outcome.injected if injected.reason is not None]

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from paceline.checkpoint.storage import parse_step
 from paceline.core.errors import UsageError
 from paceline.core.units import MB
-from paceline.lab.network import INTERFACE, Host, LabError, LinkShape, run_command
-from paceline.lab.run import marked_processes, ranks_of, send
+from paceline.lab.network import INTERFACE, LabError, LinkShape, Site, run_command
+from paceline.lab.run import hosts_of, marked_processes, ranks_of, send
 from paceline.training.run_directory import CHECKPOINTS
 
 _FEWEST_CHECKPOINTS = 2
@@ -55,10 +55,14 @@ class TargetRun:
     directory: pathlib.Path
     mark: str
     """The value that identifies its processes."""
-    hosts: Sequence[Host]
-    """The lab's hosts that it runs on, if any."""
+    sites: Sequence[Site]
+    """The lab's sites that it runs on, if any."""
     any_process: bool
     """Whether launchers and helper processes are targets, not only ranks."""
+
+    def processes(self, site: int | None = None) -> list[int]:
+        """Returns the processes that are targets, on all sites or on one."""
+        return (marked_processes if self.any_process else ranks_of)(self.mark, site)
 
 
 Inject = Callable[[TargetRun, Fault], contextlib.AbstractContextManager[str | None]]
@@ -74,6 +78,8 @@ class FaultType:
     """Duration if none is requested."""
     needs_links: bool = False
     """Whether the fault acts on a link between hosts of the lab."""
+    needs_sites: bool = False
+    """Whether the fault acts on one of several sites of the lab."""
 
 
 @contextlib.contextmanager
@@ -117,7 +123,8 @@ def _disturb_link(begin: Sequence[str], end: Sequence[str]) -> FaultType:
 
     @contextlib.contextmanager
     def inject(run: TargetRun, fault: Fault) -> Iterator[str | None]:
-        host = run.hosts[int(fault.choice * len(run.hosts))]
+        hosts = hosts_of(run.sites)
+        host = hosts[int(fault.choice * len(hosts))]
         host.run(*begin)
         try:
             yield f"host {host.index}"
@@ -125,6 +132,23 @@ def _disturb_link(begin: Sequence[str], end: Sequence[str]) -> FaultType:
             host.run(*end)
 
     return FaultType(inject=inject, needs_links=True)
+
+
+@contextlib.contextmanager
+def _cut_uplink(run: TargetRun, fault: Fault) -> Iterator[str | None]:
+    site = run.sites[int(fault.choice * len(run.sites))]
+    site.set_uplink(is_up=False)
+    try:
+        yield f"site {site.index}"
+    finally:
+        site.set_uplink(is_up=True)
+
+
+@contextlib.contextmanager
+def _kill_site(run: TargetRun, fault: Fault) -> Iterator[str | None]:
+    site = int(fault.choice * len(run.sites))
+    killed = [pid for pid in run.processes(site) if send(pid, signal.SIGKILL, run.mark)]
+    yield f"site {site}, {len(killed)} processes" if killed else None
 
 
 FAULTS: dict[str, FaultType] = {
@@ -141,6 +165,8 @@ FAULTS: dict[str, FaultType] = {
         ("iptables", "-A", "INPUT", *_LOSS, "-j", "DROP"),
         ("iptables", "-D", "INPUT", *_LOSS, "-j", "DROP"),
     ),
+    "site-down": FaultType(inject=_cut_uplink, needs_sites=True),
+    "site-kill": FaultType(inject=_kill_site, needs_sites=True),
     "disk-full": FaultType(inject=_fill_disk, lasts_s=5.0),
     "corrupt": FaultType(inject=_corrupt),
 }
@@ -183,7 +209,7 @@ def _stream(kind: str, settings: Kind, chance: random.Random, for_s: float) -> I
 
 def _signal_process(run: TargetRun, fault: Fault, number: signal.Signals) -> tuple[int, str] | None:
     """Signals one process; returns its pid and a description, or None if there was none."""
-    targets = (marked_processes if run.any_process else ranks_of)(run.mark)
+    targets = run.processes()
     index = int(fault.choice * len(targets))
     if not targets or not send(targets[index], number, run.mark):
         return None

@@ -1,26 +1,24 @@
 """Hosts in network namespaces, connected by a switch over links with a chosen rate.
 
+Hosts may be in several sites: each site has a switch of its own, and one uplink, which its hosts
+share, to a switch between the sites. All switches are in one namespace. Without netem, a `relay`
+between the sites delays what passes.
+
 A namespace exists as long as a process is in it. Each host has one idle holder process that reads
 from a pipe whose write end only this process has. When this process exits for any reason, the pipe
 closes, each holder kills the remaining processes on its host and exits, and the kernel removes
 namespaces, links and shaping. Namespaces are anonymous, so they cannot leak or collide.
 
 As root, namespaces are created directly; otherwise inside a user namespace, if the kernel allows
-it. Hosts cannot reach the outside: the switch has no uplink.
-
-`measure_link` measures the real rate of a link with one short TCP stream from `send` on one host to
-`receive` on another, which counts the payload.
+it. Hosts cannot reach the outside: no switch is connected to anything else.
 """
 
 import contextlib
 import dataclasses
 import os
 import shutil
-import socket
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 
 from paceline.core.errors import PacelineError, UsageError
@@ -28,28 +26,32 @@ from paceline.core.processes import die_with_parent, end_processes
 from paceline.core.units import parse_quantity
 
 INTERFACE = "eth0"
-_NETWORK = "10.77.0"
+# A host's address has the index of its site and its place there, from 1.
+_NETWORK = "10.77"
 _MAX_HOSTS = 250
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "find": "findutils",
+}
 
 # `cat` echoes until its standard input closes, that is, until the lab is gone. Then every other
 # process in the namespace is killed, in several rounds because it may be forking.
 _HOLDER = """
 cat
-own=$(readlink /proc/self/ns/net)
 for round in 1 2 3; do
-    for process in /proc/[0-9]*; do
+    for link in $(find -L /proc/[0-9]*/ns/net -samefile /proc/$$/ns/net 2>/dev/null); do
+        process=${link%/ns/net}
         pid=${process#/proc/}
-        if [ "$pid" != $$ ] && [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$own" ]; then
-            kill -9 "$pid" 2>/dev/null
-        fi
+        [ "$pid" = $$ ] || kill -9 "$pid" 2>/dev/null
     done
 done
 """
 _HOLDER_GRACE_S = 5.0
 _RUN_INSIDE = "from paceline.lab.network import run_inside; run_inside()"
-_RECEIVE = "from paceline.lab.network import receive; receive()"
-_SEND = "from paceline.lab.network import send; send()"
+_RELAY = "from paceline.lab.relay import relay; relay()"
 
 # Queue length as the time to drain it; packets beyond it are dropped, as by a switch.
 _QUEUE_S = 0.2
@@ -61,12 +63,12 @@ _BURST_S = 1e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkShape:
-    """The link between a host and the switch, symmetric in both directions."""
+    """The link of a host, or the uplink of a site, to its switch; the same in both directions."""
 
     rate_bits_per_s: float | None = None
     """Rate in bits per second; None for unlimited."""
     delay_s: float = 0.0
-    """Delay added to each packet between two hosts."""
+    """Delay added to each packet between two hosts, or two sites."""
     loss: float = 0.0
     """Fraction of packets dropped on arrival."""
 
@@ -101,7 +103,9 @@ class Host:
     """A virtual host with its own network interfaces, routes and ports."""
 
     index: int
-    """Index of the host, from 0."""
+    """Index of the host among those of all sites, from 0, site by site."""
+    site: int
+    """Index of its site, from 0."""
     address: str
     """Address on the network shared by the hosts."""
     prefix: tuple[str, ...]
@@ -124,6 +128,27 @@ class Host:
         return [*self.prefix, sys.executable, "-c", _RUN_INSIDE, str(os.getpid()), *words]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """Hosts that share a switch, and an uplink to all other sites."""
+
+    index: int
+    """Index of the site, from 0."""
+    hosts: tuple[Host, ...]
+    """The hosts of this site."""
+    switch: tuple[str, ...]
+    """Words that prefix a command to run it where the switches are."""
+
+    def set_uplink(self, *, is_up: bool) -> None:
+        """Takes the uplink down, so that nothing passes between this site and others, or up again.
+
+        Args:
+            is_up: Whether the uplink carries packets from now on.
+        """
+        state = "up" if is_up else "down"
+        run_command([*self.switch, "ip", "link", "set", _uplink(self.index), state])
+
+
 @contextlib.contextmanager
 def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
     """Creates hosts connected by a switch, each over its own link.
@@ -132,20 +157,56 @@ def hosts(count: int, link: LinkShape | None = None) -> Iterator[list[Host]]:
         count: Number of hosts.
         link: Rate, delay and loss of every host's link; unshaped by default.
     """
-    link = link or LinkShape()
-    if not 1 <= count <= _MAX_HOSTS:
-        raise LabError(f"the lab has 1 to {_MAX_HOSTS} hosts, not {count}")
-    _require_tools(link)
+    with sites(1, count, link) as (site,):
+        yield list(site.hosts)
+
+
+@contextlib.contextmanager
+def sites(
+    count: int, hosts_per_site: int, link: LinkShape | None = None, uplink: LinkShape | None = None
+) -> Iterator[list[Site]]:
+    """Creates sites whose hosts are connected by a switch, and whose switches by uplinks.
+
+    Args:
+        count: Number of sites; a single one has no uplink.
+        hosts_per_site: Number of hosts of every site.
+        link: Rate, delay and loss of every host's link; unshaped by default.
+        uplink: Rate of every site's uplink, and delay and loss from one site to another; unshaped
+            by default.
+    """
+    if count < 1 or not 1 <= count * hosts_per_site <= _MAX_HOSTS:
+        raise LabError(f"the lab has 1 to {_MAX_HOSTS} hosts, not {count * hosts_per_site}")
+    if count == 1 and uplink is not None:
+        raise UsageError(
+            "--site-rate, --site-delay and --site-loss are of the uplinks between sites; add "
+            "--sites 2, or shape the links of hosts with --rate, --delay and --loss"
+        )
+    link, uplink = link or LinkShape(), uplink or LinkShape()
+    _require_tools(needs_iptables=link.loss > 0 or uplink.loss > 0)
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(_namespace(()))
-        run_command([*switch, "ip", "link", "add", "switch", "type", "bridge"])
-        run_command([*switch, "ip", "link", "set", "switch", "up"])
-        if link.delay_s > 0:
-            _require_netem(switch)
+        if link.delay_s > 0 and not _has_netem(switch):
+            raise LabError(
+                "--delay needs netem (sch_netem), which this kernel does not have; leave it out, "
+                "or put the hosts in sites: --site-delay needs nothing"
+            )
         made = []
         for index in range(count):
-            inside = stack.enter_context(_namespace(_without_network(switch)))
-            made.append(_connect(switch, inside, index, link))
+            bridge = _add_bridge(switch, f"site{index}")
+            inside = []
+            for place in range(hosts_per_site):
+                namespace = stack.enter_context(_namespace(_without_network(switch)))
+                host = Host(
+                    index=index * hosts_per_site + place,
+                    site=index,
+                    address=f"{_NETWORK}.{index}.{place + 1}",
+                    prefix=namespace,
+                )
+                _connect(switch, bridge, host, link, uplink.loss)
+                inside.append(host)
+            made.append(Site(index=index, hosts=tuple(inside), switch=switch))
+        if count > 1:
+            stack.enter_context(_uplinks(switch, count, uplink))
         yield made
 
 
@@ -163,28 +224,89 @@ def run_inside() -> None:
         sys.exit(127)
 
 
-def _connect(switch: tuple[str, ...], inside: tuple[str, ...], index: int, link: LinkShape) -> Host:
-    port = f"port{index}"
-    holder_pid = inside[inside.index("--target") + 1]
-    address = f"{_NETWORK}.{index + 1}"
+def _add_bridge(switch: tuple[str, ...], name: str) -> str:
+    run_command([*switch, "ip", "link", "add", name, "type", "bridge"])
+    run_command([*switch, "ip", "link", "set", name, "up"])
+    return name
+
+
+def _connect(
+    switch: tuple[str, ...], bridge: str, host: Host, link: LinkShape, loss_between_sites: float
+) -> None:
+    port = f"port{host.index}"
+    holder_pid = host.prefix[host.prefix.index("--target") + 1]
     run_command(
         [*switch, "ip", "link", "add", port, "type", "veth", "peer", "name", f"{port}-host"]
     )
     run_command([*switch, "ip", "link", "set", f"{port}-host", "netns", holder_pid])
-    run_command([*switch, "ip", "link", "set", port, "master", "switch", "up"])
-    host = Host(index=index, address=address, prefix=inside)
+    run_command([*switch, "ip", "link", "set", port, "master", bridge, "up"])
     host.run("ip", "link", "set", f"{port}-host", "name", INTERFACE)
-    host.run("ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
+    host.run("ip", "addr", "add", f"{host.address}/16", "dev", INTERFACE)
     host.run("ip", "link", "set", "lo", "up")
     host.run("ip", "link", "set", INTERFACE, "up")
     # Both ends limit the rate: the host's end for sending, the switch's end for receiving. Traffic
     # between hosts is delayed once, on egress.
-    _shape(inside, INTERFACE, link)
+    _shape(host.prefix, INTERFACE, link)
     _shape(switch, port, dataclasses.replace(link, delay_s=0.0))
-    if link.loss > 0:
-        probability = ["-m", "statistic", "--mode", "random", "--probability", f"{link.loss:.6f}"]
-        host.run("iptables", "-A", "INPUT", "-i", INTERFACE, *probability, "-j", "DROP")
-    return host
+    _drop(host, link.loss)
+    # A bridge has no packet filter, so what an uplink loses is dropped by the host behind it.
+    _drop(host, loss_between_sites, "!", "-s", f"{_NETWORK}.{host.site}.0/24")
+
+
+def _drop(host: Host, loss: float, *of: str) -> None:
+    """Makes a host drop this fraction of the packets that arrive, or of those that match `of`."""
+    if loss > 0:
+        chance = ["-m", "statistic", "--mode", "random", "--probability", f"{loss:.6f}"]
+        host.run("iptables", "-A", "INPUT", "-i", INTERFACE, *of, *chance, "-j", "DROP")
+
+
+def _uplink(site: int) -> str:
+    return f"uplink{site}"
+
+
+@contextlib.contextmanager
+def _uplinks(switch: tuple[str, ...], count: int, shape: LinkShape) -> Iterator[None]:
+    """Connects the sites: each by a shaped uplink, whose other end is at the wide-area switch."""
+    undelayed = dataclasses.replace(shape, delay_s=0.0)
+    is_relayed = shape.delay_s > 0 and not _has_netem(switch)
+    ends = [f"wan{index}" for index in range(count)]
+    for index, end in enumerate(ends):
+        uplink = _uplink(index)
+        run_command([*switch, "ip", "link", "add", uplink, "type", "veth", "peer", "name", end])
+        run_command([*switch, "ip", "link", "set", uplink, "master", f"site{index}", "up"])
+        run_command([*switch, "ip", "link", "set", end, "up"])
+        # As with a host's link, both ends limit the rate and one delays.
+        _shape(switch, uplink, undelayed if is_relayed else shape)
+        _shape(switch, end, undelayed)
+    if is_relayed:
+        with _relay(switch, ends, shape.delay_s):
+            yield
+        return
+    bridge = _add_bridge(switch, "wan")
+    for end in ends:
+        run_command([*switch, "ip", "link", "set", end, "master", bridge])
+    yield
+
+
+@contextlib.contextmanager
+def _relay(switch: tuple[str, ...], ends: Sequence[str], delay_s: float) -> Iterator[None]:
+    """Forwards frames between interfaces of the switches' namespace, each after the delay."""
+    with subprocess.Popen(
+        [*switch, sys.executable, "-c", _RELAY, repr(delay_s), *ends],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            if not process.stdout.readline():
+                *_, complaint = process.stderr.read().splitlines() or ["it ended"]
+                raise LabError(f"cannot delay packets between sites: {complaint}")
+            yield
+        finally:
+            process.kill()
 
 
 def _shape(prefix: tuple[str, ...], device: str, link: LinkShape) -> None:
@@ -254,23 +376,21 @@ def _without_network(prefix: tuple[str, ...]) -> tuple[str, ...]:
     return () if _is_root() else tuple(word for word in prefix if word != "--net")
 
 
-def _require_tools(link: LinkShape) -> None:
-    tools = _TOOLS | ({"iptables": "iptables"} if link.loss > 0 else {})
+def _require_tools(*, needs_iptables: bool) -> None:
+    tools = _TOOLS | ({"iptables": "iptables"} if needs_iptables else {})
     for tool, package in tools.items():
         if shutil.which(tool) is None:
             raise LabError(f"{tool} is not installed; it is in the package {package}")
 
 
-def _require_netem(switch: tuple[str, ...]) -> None:
+def _has_netem(switch: tuple[str, ...]) -> bool:
+    queue = [*switch, "tc", "qdisc"]
     try:
-        run_command(
-            [*switch, "tc", "qdisc", "add", "dev", "switch", "root", "netem", "delay", "1ms"]
-        )
-    except LabError as error:
-        raise LabError(
-            "--delay needs netem (sch_netem), which this kernel does not have; leave it out"
-        ) from error
-    run_command([*switch, "tc", "qdisc", "del", "dev", "switch", "root"])
+        run_command([*queue, "add", "dev", "lo", "root", "netem", "delay", "1ms"])
+    except LabError:
+        return False
+    run_command([*queue, "del", "dev", "lo", "root"])
+    return True
 
 
 def run_command(command: list[str]) -> str:
@@ -280,72 +400,3 @@ def run_command(command: list[str]) -> str:
         shown = " ".join(command)
         raise LabError(f"`{shown}` failed: {result.stderr.strip() or result.stdout.strip()}")
     return result.stdout
-
-
-_WARMUP_S = 0.15
-_DURATION_S = 0.8
-# The rate is the median over windows, so that scheduling pauses of this process do not affect it.
-_WINDOW_S = 0.05
-_CHUNK_BYTES = 1 << 16
-# Data still queued when the sender stops must drain, so the buffer holds a fraction of a second.
-_BUFFER_S = 0.1
-_BUFFER_BYTES_RANGE = (1 << 16, 1 << 22)
-_TIMEOUT_S = 20.0
-
-
-def measure_link(sender: Host, receiver: Host, rate_bits_per_s: float | None = None) -> float:
-    """Returns the rate at which payload arrives from one host at another, in bits per second."""
-    smallest, largest = _BUFFER_BYTES_RANGE
-    queue_bytes = largest if rate_bits_per_s is None else int(rate_bits_per_s / 8 * _BUFFER_S)
-    buffer_bytes = min(largest, max(smallest, queue_bytes))
-    program = [sys.executable, "-c"]
-    listen = [*receiver.prefix, *program, _RECEIVE, receiver.address]
-    receiving = subprocess.Popen(listen, stdout=subprocess.PIPE, text=True)
-    try:
-        assert receiving.stdout is not None
-        port = receiving.stdout.readline().strip()
-        sender.run(*program, _SEND, receiver.address, port, str(buffer_bytes))
-        measured, _ = receiving.communicate(timeout=_TIMEOUT_S)
-        return float(measured)
-    except (ValueError, subprocess.TimeoutExpired) as error:
-        raise LabError(f"no data passes the link between the hosts: {error}") from error
-    finally:
-        receiving.kill()
-        receiving.wait()
-
-
-def receive() -> None:
-    """Listens on the address in its arguments; prints the port, then the bits per second."""
-    address = sys.argv[1]
-    with socket.create_server((address, 0)) as server:
-        server.settimeout(_TIMEOUT_S)
-        sys.stdout.write(f"{server.getsockname()[1]}\n")
-        sys.stdout.flush()
-        connection, _ = server.accept()
-    with connection:
-        connection.settimeout(_TIMEOUT_S)
-        buffer = bytearray(_CHUNK_BYTES)
-        begin = time.perf_counter()
-        # Exclude the token bucket's burst and TCP slow start.
-        while time.perf_counter() - begin < _WARMUP_S:
-            connection.recv_into(buffer)
-        rates = []
-        begin, num_bytes = time.perf_counter(), 0
-        while count := connection.recv_into(buffer):
-            num_bytes += count
-            elapsed = time.perf_counter() - begin
-            if elapsed >= _WINDOW_S:
-                rates.append(num_bytes * 8 / elapsed)
-                begin, num_bytes = time.perf_counter(), 0
-    sys.stdout.write(f"{statistics.median(rates)}\n")
-
-
-def send() -> None:
-    """Sends to the address and port of its arguments; the third is the size of the buffer."""
-    address, port, buffer_bytes = sys.argv[1:]
-    with socket.create_connection((address, int(port)), timeout=_TIMEOUT_S) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(buffer_bytes))
-        chunk = bytes(_CHUNK_BYTES)
-        deadline = time.perf_counter() + _WARMUP_S + _DURATION_S
-        while time.perf_counter() < deadline:
-            connection.sendall(chunk)

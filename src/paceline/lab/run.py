@@ -23,8 +23,23 @@ from typing import IO
 
 from paceline.core.host import threads_per_rank
 from paceline.core.processes import exit_code_of, start_child, termination_as_exit, wait_for_group
-from paceline.lab.network import INTERFACE, Host, LinkShape, hosts, measure_link
+from paceline.lab.bandwidth import measure_link
+from paceline.lab.network import INTERFACE, Host, LinkShape, Site, sites
+from paceline.records.kinds import (
+    LINK_DELAY,
+    LINK_LOSS,
+    LINK_RATE,
+    MEASURED_LINK_RATE,
+    MEASURED_SITE_RATE,
+    NUM_SITES,
+    SITE_DELAY,
+    SITE_LOSS,
+    SITE_RATE,
+)
 from paceline.records.links import link_variables
+
+SITE = "PACELINE_SITE"
+"""Set where there are several sites: the index of the site of a process, from 0."""
 
 # A host's namespace contains nothing else, so any port is free.
 _MASTER_PORT = 15_000
@@ -34,22 +49,60 @@ _GRACE_S = 60.0
 
 
 def run_in_lab(
-    command: Sequence[str], *, num_hosts: int, ranks_per_host: int, link: LinkShape
+    command: Sequence[str],
+    *,
+    num_sites: int = 1,
+    hosts_per_site: int,
+    ranks_per_host: int,
+    link: LinkShape,
+    uplink: LinkShape | None = None,
 ) -> int:
-    """Creates hosts, measures their link, runs the command on them, and cleans up."""
-    with termination_as_exit(), hosts(num_hosts, link) as made:
-        environment = {}
-        # A single host has a link too, but no traffic crosses it.
-        if num_hosts > 1:
-            measured = measure_link(made[1], made[0], link.rate_bits_per_s)
-            sys.stderr.write(f"paceline lab: measured link bandwidth {measured / 1e6:.0f} Mbit/s\n")
-            environment = link_variables(
-                rate_bits_per_s=link.rate_bits_per_s,
-                measured_rate_bits_per_s=measured,
-                loss=link.loss,
-                delay_s=link.delay_s,
-            )
-        return run_on_hosts(command, made, ranks_per_host, environment)
+    """Creates hosts, measures their links, runs the command on them, and cleans up."""
+    with termination_as_exit(), sites(num_sites, hosts_per_site, link, uplink) as made:
+        environment = link_variables(_describe_links(made, link, uplink or LinkShape()))
+        return run_on_hosts(command, hosts_of(made), ranks_per_host, environment)
+
+
+def hosts_of(made: Sequence[Site]) -> list[Host]:
+    """Returns the hosts of all sites, site by site."""
+    return [host for site in made for host in site.hosts]
+
+
+def _describe_links(
+    made: Sequence[Site], link: LinkShape, uplink: LinkShape
+) -> dict[str, float | None]:
+    """Measures the links and returns their case fields.
+
+    A single host has a link too, but no traffic crosses it.
+    """
+    first, fields = made[0].hosts, dict[str, float | None]()
+    if len(hosts_of(made)) > 1:
+        fields |= {
+            LINK_RATE: link.rate_bits_per_s,
+            LINK_LOSS: link.loss or None,
+            LINK_DELAY: link.delay_s or None,
+        }
+    if len(first) > 1:
+        measured = measure_link(first[1], first[0], link.rate_bits_per_s, link.delay_s)
+        _say(f"measured link bandwidth {measured / 1e6:.0f} Mbit/s")
+        fields[MEASURED_LINK_RATE] = round(measured)
+    if len(made) > 1:
+        rates = [rate for rate in (link.rate_bits_per_s, uplink.rate_bits_per_s) if rate]
+        measured = measure_link(
+            made[1].hosts[0], first[0], min(rates, default=None), link.delay_s + uplink.delay_s
+        )
+        _say(f"measured bandwidth between sites {measured / 1e6:.0f} Mbit/s")
+        fields |= {
+            SITE_RATE: uplink.rate_bits_per_s,
+            SITE_LOSS: uplink.loss or None,
+            SITE_DELAY: uplink.delay_s or None,
+            MEASURED_SITE_RATE: round(measured),
+        }
+    return fields
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline lab: {text}\n")
 
 
 def run_on_hosts(
@@ -69,26 +122,30 @@ def run_on_hosts(
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        name = f"host {host.index} rank {rank}"
+        place = f"site {host.site} " if made[-1].site else ""
+        name = f"{place}host {host.index} rank {rank}"
         processes[name] = process
         pumps += [_pump(stream, name) for stream in (process.stdout, process.stderr) if stream]
     exit_code, culprit = wait_for_group(processes, grace_s=_GRACE_S)
     for pump in pumps:
         pump.join(timeout=5)
     if culprit is not None:
-        sys.stderr.write(f"paceline lab: {culprit} failed with exit code {exit_code}\n")
+        _say(f"{culprit} failed with exit code {exit_code}")
     return exit_code
 
 
 def rank_environment(made: Sequence[Host], rank: int, ranks_per_host: int) -> dict[str, str]:
     """Returns the environment variables that define a rank and its process group."""
     world_size = len(made) * ranks_per_host
+    host, num_sites = made[rank // ranks_per_host], made[-1].site + 1
+    site = {SITE: str(host.site), **link_variables({NUM_SITES: num_sites})} if num_sites > 1 else {}
     return {
+        **site,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank % ranks_per_host),
         "LOCAL_WORLD_SIZE": str(ranks_per_host),
-        "GROUP_RANK": str(rank // ranks_per_host),
+        "GROUP_RANK": str(host.index),
         "MASTER_ADDR": made[0].address,
         "MASTER_PORT": str(_MASTER_PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -170,25 +227,27 @@ def new_mark() -> str:
     return secrets.token_hex(8)
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Returns the live processes that carry the mark, sorted by pid."""
-    wanted = f"{MARK}={mark}".encode()
+def marked_processes(mark: str, site: int | None = None) -> list[int]:
+    """Returns the live processes that carry the mark, all or those of a site, sorted by pid."""
+    wanted = {f"{MARK}={mark}".encode()}
+    if site is not None:
+        wanted.add(f"{SITE}={site}".encode())
     found = []
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                environment = (entry / "environ").read_bytes().split(b"\0")
+                environment = set((entry / "environ").read_bytes().split(b"\0"))
             except OSError:
                 continue
             # A zombie has no environment, so it is not found.
-            if wanted in environment:
+            if wanted <= environment:
                 found.append(int(entry.name))
     return sorted(found)
 
 
-def ranks_of(mark: str) -> list[int]:
+def ranks_of(mark: str, site: int | None = None) -> list[int]:
     """Returns the marked processes that train: those without children, except helpers."""
-    marked = marked_processes(mark)
+    marked = marked_processes(mark, site)
     parents = {_parent(pid) for pid in marked}
     leaves = [pid for pid in marked if pid not in parents]
     return [

@@ -25,7 +25,8 @@ from paceline.core.units import format_decimal
 from paceline.predict.calibration import Calibration
 from paceline.predict.step import StepTerms, strategy_step_terms
 from paceline.records import CaseValue, Environment, Metric, Record, join_key
-from paceline.records.kinds import LINK_RATE, PREDICTION, PREDICTS, find_kind
+from paceline.records.kinds import PREDICTION, PREDICTS, find_kind
+from paceline.records.links import line_rate
 from paceline.records.schema import model_case_fields
 
 
@@ -312,8 +313,8 @@ def _first_difference(predicted: _ByKey, measured: _ByKey) -> str:
 
 
 def _labels(record: Record) -> dict[str, str]:
-    rate = record.case.get(LINK_RATE)
-    link = "loopback" if rate is None else format_decimal(float(str(rate)), "bit/s")
+    rate = line_rate(record.case)
+    link = "loopback" if rate is None else format_decimal(rate, "bit/s")
     return {
         **{field: str(record.case[field]) for field in ("model", "batch", "context", "strategy")},
         "ranks": str(record.case["world_size"]),

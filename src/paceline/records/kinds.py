@@ -14,14 +14,21 @@ PREDICTION = "prediction"
 PREDICTS = "predicts"
 ATTEMPT = "attempt"
 
-# Every kind of case may describe its network: the shaping of the links, on which predictions
-# also join, and the rate that a stream reached on them.
+# Every kind of case may describe its network: the shaping of the links of hosts and of the uplinks
+# of sites, on which predictions also join, and the rates that a stream reached on them.
 LINK_RATE = "link_rate_bits_per_s"
 LINK_LOSS = "link_loss"
 LINK_DELAY = "link_delay_s"
-LINK_SHAPE = (LINK_RATE, LINK_LOSS, LINK_DELAY)
+NUM_SITES = "num_sites"
+SITE_RATE = "site_rate_bits_per_s"
+SITE_LOSS = "site_loss"
+SITE_DELAY = "site_delay_s"
+LINK_SHAPE = (*(LINK_RATE, LINK_LOSS, LINK_DELAY), *(NUM_SITES, SITE_RATE, SITE_LOSS, SITE_DELAY))
 MEASURED_LINK_RATE = "measured_link_rate_bits_per_s"
-LINK_FIELDS = (*LINK_SHAPE, MEASURED_LINK_RATE)
+MEASURED_SITE_RATE = "measured_site_rate_bits_per_s"
+MEASURED_RATES = (MEASURED_LINK_RATE, MEASURED_SITE_RATE)
+"""Part of a case, but different whenever it is measured again."""
+LINK_FIELDS = (*LINK_SHAPE, *MEASURED_RATES)
 
 COMPRESSION = "compression"
 """How gradients are compressed; records of uncompressed ones do not have the field."""

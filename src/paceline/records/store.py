@@ -30,7 +30,7 @@ from paceline.core.lock import lock_file
 from paceline.core.plan import Plan
 from paceline.core.strategies import with_current_names
 from paceline.core.units import one_line
-from paceline.records.kinds import MEASURED_LINK_RATE
+from paceline.records.kinds import MEASURED_RATES
 from paceline.records.schema import CaseValue, Record
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -117,9 +117,9 @@ def latest_per_case(records: Iterable[Record]) -> list[Record]:
 def case_key(record: Record) -> tuple[str, frozenset[tuple[str, CaseValue]]]:
     """Returns a key that identifies the case of a record.
 
-    The measured rate of a link is part of a case but differs on every run, so it is ignored.
+    Measured rates of links are part of a case but differ on every run, so they are ignored.
     """
-    case = frozenset(item for item in record.case.items() if item[0] != MEASURED_LINK_RATE)
+    case = frozenset(item for item in record.case.items() if item[0] not in MEASURED_RATES)
     return record.kind, case
 
 

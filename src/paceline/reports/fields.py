@@ -7,7 +7,15 @@ from paceline.accounting import count_parameters
 from paceline.core.errors import UsageError
 from paceline.core.units import format_decimal
 from paceline.records import CaseValue, Record
-from paceline.records.kinds import COMPRESSION, LINK_RATE, MEASURED_LINK_RATE, MODEL_FIELDS
+from paceline.records.kinds import (
+    COMPRESSION,
+    LINK_RATE,
+    MEASURED_LINK_RATE,
+    MEASURED_RATES,
+    MEASURED_SITE_RATE,
+    MODEL_FIELDS,
+    SITE_RATE,
+)
 from paceline.records.schema import model_of_case
 
 # A named model implies its dimensions, so these are shown only for unnamed shapes.
@@ -46,9 +54,10 @@ def split_fields(records: Sequence[Record]) -> tuple[dict[str, CaseValue], list[
             varying.append(field)
         elif (value := values.pop()) != _UNREMARKABLE.get(field):
             shared[field] = value
-    if MEASURED_LINK_RATE in varying and LINK_RATE not in varying:
-        # Every command measures this rate again, so it does not distinguish cases.
-        varying.remove(MEASURED_LINK_RATE)
+    for measured, rate in ((MEASURED_LINK_RATE, LINK_RATE), (MEASURED_SITE_RATE, SITE_RATE)):
+        if measured in varying and rate not in varying:
+            # Every command measures this rate again, so it does not distinguish cases.
+            varying.remove(measured)
     return shared, varying
 
 
@@ -95,7 +104,7 @@ def split_series(records: Sequence[Record], x_field: str) -> dict[str, list[Reco
     Each line is sorted by `x_field` and named by the other varying fields.
     """
     _shared, varying = split_fields(records)
-    apart = [field for field in varying if field not in (x_field, MEASURED_LINK_RATE)]
+    apart = [field for field in varying if field not in (x_field, *MEASURED_RATES)]
     series: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda record: case_number(record, x_field)):
         if record.metrics:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from paceline.core.units import format_decimal, format_gibibytes, to_gibibytes
 from paceline.records import CaseValue, Environment, Record, join_key
-from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, PREDICTION
+from paceline.records.kinds import LINK_RATE, MEASURED_RATES, NUM_SITES, PREDICTION, SITE_RATE
 from paceline.records.store import case_key
 from paceline.reports.comparison import Ratio, compare
 from paceline.reports.fields import case_number
@@ -49,15 +49,18 @@ def same_run(first: Record, second: Record) -> bool:
 
 
 def describe_topology(record: Record) -> str:
-    """Returns the hardware and hosts of a case, and the rate of its links if shaped."""
+    """Returns the hardware, hosts and sites of a case, and the rates of links that are shaped."""
     case = record.case
     parts = [str(case.get("hardware", record.environment.processor))]
     if "num_hosts" in case:
         hosts = case["num_hosts"]
         parts.append("one host" if hosts == 1 else f"{hosts} hosts")
-    rate = case.get(LINK_RATE)
-    if isinstance(rate, int | float):
-        parts.append(f"links of {format_decimal(rate, 'bit/s')}")
+    if NUM_SITES in case:
+        parts.append(f"{case[NUM_SITES]} sites")
+    for field, name in ((LINK_RATE, "links"), (SITE_RATE, "uplinks")):
+        rate = case.get(field)
+        if isinstance(rate, int | float):
+            parts.append(f"{name} of {format_decimal(rate, 'bit/s')}")
     return ", ".join(parts)
 
 
@@ -104,7 +107,7 @@ def _hardware(environment: Environment) -> str:
 Predicate: TypeAlias = Callable[[Sequence[Record]], bool]
 """A condition on a group of records."""
 
-_LOCATION = ("device", "hardware", "num_hosts", LINK_RATE)
+_LOCATION = ("device", "hardware", "num_hosts", LINK_RATE, NUM_SITES, SITE_RATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,7 @@ def comparable_groups(
     A group needs at least one measured record, and its measured records must satisfy `holds`.
     """
     groups: dict[frozenset[tuple[str, CaseValue]], list[Record]] = {}
-    left_out = {*over, MEASURED_LINK_RATE}
+    left_out = {*over, *MEASURED_RATES}
     for record in records:
         key = frozenset(item for item in record.case.items() if item[0] not in left_out)
         groups.setdefault(key, []).append(record)

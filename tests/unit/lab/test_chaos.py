@@ -16,6 +16,9 @@ from paceline.lab.faults import Kind
         ({"command": ()}, "after --"),
         ({"kinds": {}}, "no fault"),
         ({"kinds": {"link-down": Kind(every_s=1.0)}}, "--hosts 2"),
+        ({"kinds": {"site-down": Kind(every_s=1.0)}, "hosts_per_site": 2}, "--sites 2 --hosts 1"),
+        ({"num_sites": 2}, "add --hosts 1"),
+        ({"num_sites": 0}, "at least 1"),
         ({"for_s": 0.0}, "positive"),
     ],
 )

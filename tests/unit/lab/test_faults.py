@@ -13,7 +13,8 @@ from paceline.cli.lab import ChaosCommand
 from paceline.core import UsageError
 from paceline.lab import faults
 from paceline.lab.faults import FAULTS, Fault, Kind, TargetRun, damage_newest, schedule
-from paceline.lab.run import MARK, end_all, marked_processes, new_mark, ranks_of, send
+from paceline.lab.network import Site
+from paceline.lab.run import MARK, SITE, end_all, marked_processes, new_mark, ranks_of, send
 
 KINDS: dict[str, Kind] = {"kill": Kind(every_s=30.0), "stop": Kind(every_s=20.0, lasts_s=5.0)}
 TREE = "import subprocess, sys; subprocess.run(['sleep', '60'])"
@@ -49,10 +50,12 @@ def mark() -> str:
     return new_mark()
 
 
-def _started(mark: str) -> "subprocess.Popen[bytes]":
-    process = subprocess.Popen([sys.executable, "-c", TREE], env={**os.environ, MARK: mark})
+def _started(mark: str, **variables: str) -> "subprocess.Popen[bytes]":
+    before = len(marked_processes(mark))
+    environment = {**os.environ, MARK: mark, **variables}
+    process = subprocess.Popen([sys.executable, "-c", TREE], env=environment)
     deadline = time.monotonic() + 20
-    while len(marked_processes(mark)) < 2 and time.monotonic() < deadline:
+    while len(marked_processes(mark)) < before + 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     return process
 
@@ -98,7 +101,7 @@ def test_a_stopped_rank_continues_when_the_fault_ends(mark: str, tmp_path: pathl
     process = _started(mark)
     try:
         (rank,) = ranks_of(mark)
-        run = TargetRun(directory=tmp_path, mark=mark, hosts=(), any_process=False)
+        run = TargetRun(directory=tmp_path, mark=mark, sites=(), any_process=False)
         fault = Fault(number=1, kind="stop", due_s=0.0, lasts_s=1.0, choice=0.5)
         with FAULTS["stop"].inject(run, fault) as target:
             assert target == "process 1 of 1"
@@ -109,8 +112,32 @@ def test_a_stopped_rank_continues_when_the_fault_ends(mark: str, tmp_path: pathl
         process.wait()
 
 
+@pytest.mark.parametrize(("any_process", "num_killed"), [(False, 2), (True, 4)])
+def test_a_site_is_killed_and_the_other_is_not(
+    mark: str, tmp_path: pathlib.Path, any_process: bool, num_killed: int
+) -> None:
+    trees = [_started(mark, **{SITE: site}) for site in ("0", "1", "1")]
+    sites = [Site(index=index, hosts=(), switch=()) for index in range(2)]
+    run = TargetRun(directory=tmp_path, mark=mark, sites=sites, any_process=any_process)
+    spared = marked_processes(mark, site=0)
+    try:
+        fault = Fault(number=1, kind="site-kill", due_s=0.0, lasts_s=0.0, choice=0.5)
+        with FAULTS["site-kill"].inject(run, fault) as target:
+            assert target == f"site 1, {num_killed} processes"
+        for tree in trees[1:]:
+            tree.wait(20)
+        assert marked_processes(mark) == spared
+        assert len(spared) == 2
+        with FAULTS["site-kill"].inject(run, fault) as target:
+            assert target is None
+    finally:
+        end_all(mark, 0.0)
+        for tree in trees:
+            tree.wait()
+
+
 def test_a_fault_without_a_target_is_not_injected(mark: str, tmp_path: pathlib.Path) -> None:
-    run = TargetRun(directory=tmp_path, mark=mark, hosts=(), any_process=True)
+    run = TargetRun(directory=tmp_path, mark=mark, sites=(), any_process=True)
     for kind in ("kill", "stop", "corrupt"):
         fault = Fault(number=1, kind=kind, due_s=0.0, lasts_s=0.0, choice=0.5)
         with FAULTS[kind].inject(run, fault) as target:
@@ -125,11 +152,12 @@ def test_every_fault_can_be_asked_for(name: str, tmp_path: pathlib.Path) -> None
         command=("true",),
         directory=tmp_path,
         hosts=2,
+        sites=2,
         **{option: asked},  # type: ignore[arg-type]
     )
     ((kind, settings),) = command._config().kinds.items()
     assert kind == name
-    expected_s = {"kill": 0.0, "disk-full": 5.0, "corrupt": 0.0}.get(name, 7.0)
+    expected_s = {"kill": 0.0, "site-kill": 0.0, "disk-full": 5.0, "corrupt": 0.0}.get(name, 7.0)
     assert settings.lasts_s == expected_s
     assert settings.every_s == (7.0 if name == "kill" else 30.0)
 

@@ -71,7 +71,12 @@ def test_records_join_on_what_links_were_shaped_to_not_on_what_was_measured_on_t
 
     shaped = key(link_rate_bits_per_s=1e9)
     assert key(link_rate_bits_per_s=1e9, measured_link_rate_bits_per_s=9.5e8) == shaped
-    for other in ({"link_rate_bits_per_s": 2e9}, {"link_loss": 0.01}, {"link_delay_s": 0.01}):
+    sites = key(link_rate_bits_per_s=1e9, num_sites=2, measured_site_rate_bits_per_s=9.5e7)
+    assert key(link_rate_bits_per_s=1e9, num_sites=2) == sites != shaped
+    for other in (
+        *({"link_rate_bits_per_s": 2e9}, {"link_loss": 0.01}, {"link_delay_s": 0.01}),
+        *({"site_rate_bits_per_s": 1e8}, {"site_loss": 0.01}, {"site_delay_s": 0.01}),
+    ):
         assert key(**{"link_rate_bits_per_s": 1e9, **other}) != shaped
 
 

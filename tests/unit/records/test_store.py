@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import RecordError
 from paceline.records import Metric, Record, RecordStore, capture_environment, latest_per_case
-from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE
+from paceline.records.kinds import LINK_RATE, MEASURED_LINK_RATE, MEASURED_SITE_RATE, SITE_RATE
 from paceline.records.store import case_key, decode_record
 
 PLACE = {"device": "cpu", "hardware": "test", "threads": 1}
@@ -189,10 +189,13 @@ def test_the_newest_record_of_a_case_counts() -> None:
     assert latest_per_case([first, other, second]) == [second, other]
 
 
-def test_a_link_that_is_measured_again_is_the_same_link() -> None:
+@pytest.mark.parametrize(
+    ("nominal", "measured"), [(LINK_RATE, MEASURED_LINK_RATE), (SITE_RATE, MEASURED_SITE_RATE)]
+)
+def test_a_link_that_is_measured_again_is_the_same_link(nominal: str, measured: str) -> None:
     """Its measured rate differs on every run; its nominal rate does not."""
-    first, again = (make_record(1.0, **{MEASURED_LINK_RATE: rate}) for rate in (0.99e9, 1.01e9))
+    first, again = (make_record(1.0, **{measured: rate}) for rate in (0.99e9, 1.01e9))
     assert latest_per_case([first, again]) == [again]
     assert case_key(first) == case_key(again)
-    faster = make_record(1.0, **{LINK_RATE: 2e9, MEASURED_LINK_RATE: 0.99e9})
+    faster = make_record(1.0, **{nominal: 2e9, measured: 0.99e9})
     assert latest_per_case([first, faster]) == [first, faster]

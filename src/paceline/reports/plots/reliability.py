@@ -7,6 +7,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from paceline.core.errors import UsageError
 from paceline.records import CaseValue, Record
+from paceline.records.kinds import NUM_SITES
 from paceline.reports.fields import case_number
 from paceline.reports.plots.style import COLORS, GRAY, add_grid, blank_figure
 
@@ -18,6 +19,8 @@ _FAULT_COLORS = {
     "link-down": COLORS[2],
     "link-slow": "#8fbf9a",
     "link-loss": COLORS[4],
+    "site-down": "#2e7d8c",
+    "site-kill": "#a3392e",
 }
 
 
@@ -39,7 +42,8 @@ def plot_chaos(records: Sequence[Record]) -> Figure:
     named: set[str] = set()
     for record in records:
         if record.kind == "chaos_fault" and all(
-            record.case[field] == run.case[field] for field in ("command", "seed", "num_hosts")
+            record.case.get(field) == run.case.get(field)
+            for field in ("command", "seed", "num_hosts", NUM_SITES)
         ):
             kind = str(record.case["fault"])
             begin = record.metrics["at_s"].value

@@ -1,0 +1,196 @@
+"""Tests of the lab's sites: what their uplinks carry, delay, lose and share, and who is where."""
+
+import concurrent.futures
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from paceline.lab import Host, LabError, LinkShape, sites
+from paceline.lab.bandwidth import measure_link
+from paceline.lab.faults import FAULTS, Fault, TargetRun
+from tests.end_to_end.test_communication import BIN, require_lab
+
+pytestmark = pytest.mark.host("how ranks find each other")
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_lab() -> None:
+    require_lab()
+
+
+def _lab_run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(BIN / "paceline"), "lab", "run", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+    )
+
+
+def _reaches(host: Host, other: Host) -> bool:
+    try:
+        return " 0% packet loss" in host.run("ping", "-c", "1", "-W", "1", other.address)
+    except LabError:
+        return False
+
+
+def _shortest_round_trip_ms(host: Host, other: Host) -> float:
+    # The first packet also waits for the address of the other host.
+    answer = host.run("ping", "-c", "6", "-i", "0.05", other.address)
+    match = re.search(r"= ([\d.]+)/", answer)
+    assert match is not None
+    return float(match[1])
+
+
+def test_ranks_know_their_site_and_the_rates_of_both_levels() -> None:
+    script = "echo r=$RANK g=$GROUP_RANK a=$MASTER_ADDR s=$PACELINE_SITE/$PACELINE_NUM_SITES "
+    script += "$PACELINE_MEASURED_LINK_RATE_BITS_PER_S $PACELINE_MEASURED_SITE_RATE_BITS_PER_S >&2"
+    shape = ("--sites", "2", "--hosts", "2", "--rate", "200mbit", "--site-rate", "20mbit")
+    result = _lab_run(*shape, "--ranks-per-host", "2", "--", "sh", "-c", script)
+    assert result.returncode == 0, result.stderr
+    said = sorted(line for line in result.stderr.splitlines() if " | " in line)
+    rates = {line.partition("/2 ")[2] for line in said}
+    assert [line.partition("/2 ")[0] for line in said] == [
+        f"site {rank // 4} host {rank // 2} rank {rank} | "
+        f"r={rank} g={rank // 2} a=10.77.0.1 s={rank // 4}"
+        for rank in range(8)
+    ]
+    (inside, across), *others = [line.split() for line in rates]
+    assert not others
+    assert float(inside) == pytest.approx(0.956 * 200e6, rel=0.1)
+    assert float(across) == pytest.approx(0.956 * 20e6, rel=0.1)
+    assert "measured bandwidth between sites 19 Mbit/s" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["bridge", "relay"])
+def test_a_shaped_uplink_carries_its_rate(delay_s: float) -> None:
+    for rate in (100e6, 500e6):
+        uplink = LinkShape(rate_bits_per_s=rate, delay_s=delay_s)
+        with sites(2, 2, LinkShape(rate_bits_per_s=1e9), uplink) as (here, there):
+            first, second = here.hosts
+            # Busy cores can slow a sender down, but nothing makes it faster than the link.
+            inside = [measure_link(second, first, 1e9) for _ in range(3)]
+            across = [measure_link(there.hosts[0], first, rate, delay_s) for _ in range(5)]
+        assert 0.85e9 < max(inside) < 1.02e9
+        assert 0.85 * rate < max(across) < 1.02 * rate
+
+
+def test_the_hosts_of_a_site_share_its_uplink() -> None:
+    rate = 40e6
+    with (
+        sites(2, 2, uplink=LinkShape(rate_bits_per_s=rate)) as (here, there),
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        measured = list(pool.map(measure_link, there.hosts, here.hosts, [rate] * 2))
+    # Each window of a stream may catch a burst of it; a line of its own would carry 80 Mbit/s.
+    assert 0.8 * rate < sum(measured) < 1.25 * rate
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["bridge", "relay"])
+def test_a_cut_uplink_separates_sites_and_not_their_hosts(
+    delay_s: float, tmp_path: pathlib.Path
+) -> None:
+    with sites(3, 2, uplink=LinkShape(delay_s=delay_s)) as made:
+        (first, second), (third, fourth), (fifth, _sixth) = (site.hosts for site in made)
+        run = TargetRun(directory=tmp_path, mark="none", sites=made, any_process=False)
+        fault = Fault(number=1, kind="site-down", due_s=0.0, lasts_s=1.0, choice=0.5)
+        round_trips_ms = [_shortest_round_trip_ms(first, other) for other in (second, third)]
+        assert all(_reaches(first, other) for other in (fourth, fifth))
+        with FAULTS["site-down"].inject(run, fault) as target:
+            assert target == "site 1"
+            assert _reaches(third, fourth)
+            assert _reaches(first, second)
+            assert _reaches(first, fifth)
+            assert not _reaches(first, third)
+        assert _reaches(first, third)
+        assert _reaches(fifth, fourth)
+    assert round_trips_ms[0] < 20
+    assert 2e3 * delay_s <= round_trips_ms[1] < 2e3 * delay_s + 20
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="iptables drops the packets")
+def test_only_what_crosses_an_uplink_is_lost_there() -> None:
+    ping = ("ping", "-c", "150", "-i", "0.01", "-W", "1")
+    lost = []
+    with sites(2, 2, uplink=LinkShape(loss=0.2)) as (here, there):
+        for other in (here.hosts[1], there.hosts[0]):
+            match = re.search(r"([\d.]+)% packet loss", here.hosts[0].run(*ping, other.address))
+            assert match is not None
+            lost.append(float(match[1]))
+    assert lost[0] == 0
+    # Each direction loses a fifth, so 36% of pings; the bounds are four standard deviations of 150.
+    assert 20 < lost[1] < 52
+
+
+def test_the_example_of_two_sites() -> None:
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "two_sites.py"], capture_output=True, text=True, check=True
+    )
+    said = dict(line.split(": ") for line in result.stdout.splitlines())
+    assert list(said) == ["inside a site", "between sites", "cut", "up again"]
+    assert said["cut"] == "no answer"
+    inside, *across = (int(said.pop(key).removesuffix(" ms")) for key in list(said) if key != "cut")
+    assert inside < 20
+    assert all(40 <= each < 60 for each in across)
+
+
+@pytest.mark.slow
+def test_many_sites_reach_each_other() -> None:
+    uplink = LinkShape(rate_bits_per_s=1e8, delay_s=0.01)
+    with sites(125, 2, LinkShape(rate_bits_per_s=1e9), uplink) as made:
+        first, last = made[0].hosts[0], made[-1].hosts[-1]
+        assert (last.index, last.site, last.address) == (249, 124, "10.77.124.2")
+        assert _reaches(last, first)
+
+
+@pytest.mark.slow
+def test_torchrun_on_every_host_of_two_sites() -> None:
+    torchrun = (
+        f"exec {BIN / 'torchrun'} --nnodes $WORLD_SIZE --nproc-per-node 1 --node-rank $RANK "
+        f"--master-addr $MASTER_ADDR --master-port 29400 {EXAMPLES / 'all_reduce.py'}"
+    )
+    shape = ("--sites", "2", "--hosts", "2", "--rate", "1gbit", "--site-rate", "100mbit")
+    result = _lab_run(*shape, "--site-delay", "5ms", "--", "sh", "-c", torchrun)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "4 ranks on 4 host(s): 10\n"
+
+
+_STEPS = """
+import os, pathlib, time
+path = pathlib.Path("run/metrics.jsonl")
+path.parent.mkdir(exist_ok=True)
+done = len(path.read_text().splitlines()) if path.exists() else 0
+for step in range(done + 1, 400):
+    if os.environ["RANK"] == "0":
+        with path.open("a") as file:
+            print(f'{{"kind":"step","step":{step}}}', file=file)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_chaos_kills_and_cuts_sites(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "program.py").write_text(_STEPS)
+    words = ["--run", "run", "--sites", "2", "--hosts", "1", "--for", "15s", "--every", "3s"]
+    words += ["--site-kill", "--site-down", "0.5s"]
+    words += ["--store", "chaos.jsonl", "--figure", "chaos.png"]
+    result = subprocess.run(
+        [str(BIN / "paceline"), "lab", "chaos", *words, "--", sys.executable, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    said = re.findall(r"(site-\w+), site [01]", result.stderr)
+    assert set(said) == {"site-kill", "site-down"}
+    assert '"num_sites":2' in (tmp_path / "chaos.jsonl").read_text()
