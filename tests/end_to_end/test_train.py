@@ -82,6 +82,20 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(place: pathlib.Path) -> None:
     assert audited == "run: 40 steps, every sample exactly once\n"
 
 
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_what_could_not_be_saved_does_not_start(
+    place: pathlib.Path, flags: tuple[str, ...]
+) -> None:
+    command = ("train", "run.toml", "--ranks", "2", *_SMALL, "--set", "out=not-started", *flags)
+    refused = call_paceline(place, *command, "--set", "parallel.strategy=torch_zero")
+    assert refused.returncode == 2
+    assert not refused.stdout
+    (line,) = refused.stderr.splitlines()
+    assert "parallel.strategy torch_zero" in line
+    assert "use zero1" in line
+    assert not (place / "not-started").exists()
+
+
 @pytest.mark.slow
 def test_a_searched_plan_is_trained(place: pathlib.Path) -> None:
     searched = _paceline(

@@ -27,8 +27,8 @@ MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
     "parallel.strategy fsdp, or start fewer ranks per host"
 )
-_SAME_COLLECTIVES: dict[StrategyName, StrategyName] = {"torch_zero": "zero1"}
-"""Strategies that are predicted as another one, which sends the same bytes."""
+_NEVER_SAVED: dict[StrategyName, StrategyName] = {"torch_zero": "zero1"}
+"""Strategies whose optimizer no checkpoint can hold, each with one that shards the same state."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,6 @@ def forecast(
         ranks = _calibrated_ranks(known, world_size * at_once, calibration)
         hardware = hardware or str(ranks.topology["hardware"])
         strategy = config.parallel.strategy_on(world_size)
-        strategy = _SAME_COLLECTIVES.get(strategy, strategy)
         if needs_mesh(layout) or strategy not in PREDICTED:
             time = layout_step_time(layout, shape, step, ranks, inside_host(known, ranks))
             step_time_s = float(time.total_s.item())
@@ -325,8 +324,15 @@ def _strategy_time_s(
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
-    """Returns the parallel layout of a run."""
+    """Returns the parallel layout of a run; raises a `UsageError` if it cannot run."""
     layout = _arranged(config, world_size)
+    strategy = config.parallel.strategy_on(world_size)
+    if not needs_mesh(layout) and strategy in _NEVER_SAVED:
+        raise UsageError(
+            f"parallel.strategy {strategy} cannot be saved, because torch keeps its optimizer's "
+            f"state where no checkpoint reaches it; use {_NEVER_SAVED[strategy]}, which shards the "
+            "same state"
+        )
     if not needs_mesh(layout) and layout.pipeline_interleave == 1:
         return layout
     if config.model.hugging_face is not None:
