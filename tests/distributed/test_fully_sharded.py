@@ -21,6 +21,7 @@ from paceline.core.specs import ModelShape
 from paceline.devices import accelerator
 from paceline.models import TransformerLM
 from paceline.parallel import RankPool
+from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.fsdp.layer import ShardedLayer
 from tests import devices
@@ -396,9 +397,9 @@ def test_computing_in_sixteen_bits_keeps_masters(
 class _Given(nn.Module):
     """A parameter whose gradient is its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...] = (8,)) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8))
+        self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * x).sum()
@@ -421,6 +422,28 @@ def test_sums_of_sixteen_bit_gradients_lose_nothing(rank_pool: Pools) -> None:
     ):
         total = sum(rank_pool(4).run(_sum_wide, numbers, dtype))
         assert total == pytest.approx(8 * sum(numbers) / 4, rel=1e-6)
+
+
+def _mean_of_the_largest(
+    rank: int, _world_size: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> list[float]:
+    module = _Given(shape).to(dtype)
+    container = FullyShardedDataParallel(module, compute_dtype=torch.float16)
+    container(torch.full(shape, 30000.0 + 16 * rank)).backward()
+    (parameter,) = container.parameters()
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == dtype
+    return local_tensor(parameter.grad).flatten().tolist()
+
+
+@pytest.mark.parametrize("shape", [(8,), ()], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_float16_gradients_may_exceed_what_float16_can_hold(
+    rank_pool: Pools, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    # The largest float16 number is 65,504.
+    for mean in rank_pool(3).run(_mean_of_the_largest, dtype, shape):
+        assert set(mean) == {30016.0}
 
 
 class _Observed(torch.autograd.Function):

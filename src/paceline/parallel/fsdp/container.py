@@ -82,7 +82,9 @@ class FullyShardedDataParallel(DataParallelContainer):
             default parameters and inputs keep their own. Shards and their gradients stay in the
             parameters' own dtype.
         reduce_dtype: The dtype in which gradients are sent; by default that in which they are
-            computed. CPU ranks sum them in the parameters' own dtype, NCCL in `reduce_dtype`.
+            computed, but float32 instead of float16, whose largest number is 65,504: a few large
+            gradients add up to more. CPU ranks sum in the wider of `reduce_dtype` and the
+            parameters' own dtype, NCCL in `reduce_dtype`.
         output_dtype: The dtype to which floating-point outputs are cast; no cast by default.
         process_group: The ranks to shard over, as a group or a one-dimensional mesh; by default all
             ranks. On a two-dimensional mesh, replicate x shard, gradients are averaged over all

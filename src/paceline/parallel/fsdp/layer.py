@@ -112,7 +112,10 @@ class GradientMessage:
         self._parameters = parameters
         self._sharding = sharding
         self._dtype = dtype
-        self._reduce_dtype = reduce_dtype or dtype
+        wide = torch.float32 if dtype == torch.float16 else dtype
+        self._reduce_dtype = reduce_dtype or wide
+        self._sum_dtype = self._reduce_dtype if layout.dtype == torch.float16 else layout.dtype
+        """The dtype of sums and means of messages; float16 cannot hold sums of large gradients."""
         self._traffic = traffic
         self._is_even = [piece.is_even(layout.num_shards) for piece in layout.pieces]
         self._open: Tensor | None = None
@@ -200,7 +203,7 @@ class GradientMessage:
         for reduce_scatter, number in in_flight:
             self._traffic.wait(reduce_scatter, number)
             layout = self._layout
-            total = torch.empty(layout.row_length, dtype=layout.dtype, device=layout.device)
+            total = torch.empty(layout.row_length, dtype=self._sum_dtype, device=layout.device)
             reduce_scatter.add_to(total, overwrite=True)
             groups = self._sharding.replicate_groups
             pending = None
@@ -231,6 +234,7 @@ class GradientMessage:
         """
         if divide:
             total.div_(self._sharding.num_ranks)  # The flags too, which nobody reads any more.
+        total = total.to(self._layout.dtype)
         for position, parameter in enumerate(self._parameters):
             if position in self.arrived or (some_rank_had and some_rank_had[position]):
                 parameter.add_gradient(parameter.like_local(total))

@@ -259,6 +259,26 @@ def test_by_default_gradients_are_sent_in_the_dtype_in_which_they_are_computed()
         ranks.run(program)
 
 
+@pytest.mark.parametrize("parameters", [torch.float32, torch.float16])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16, torch.bfloat16])
+def test_float16_gradients_are_sent_in_float32_unless_told_otherwise(
+    parameters: torch.dtype, reduce_dtype: torch.dtype | None
+) -> None:
+    def program(rank: int) -> None:
+        ours = FullyShardedDataParallel(
+            Blocks(silent, 1).to(parameters), compute_dtype=torch.float16, reduce_dtype=reduce_dtype
+        )
+        ranks.taken()
+        ours(data(0, rank)).sum().backward()
+        length = 16 if parameters == torch.float32 else 32  # Padded as the parameters are.
+        kind = "" if reduce_dtype is None else str(reduce_dtype).replace("torch.", " ")
+        assert ranks.taken()[-1] == f"reduce-scatter {length}{kind}"
+        assert {parameter.grad.dtype for parameter in ours.parameters()} == {parameters}
+
+    with fsdp_ranks(2) as ranks:
+        ranks.run(program)
+
+
 class Outer(nn.Module):
     """A gain outside of the layers, which a policy may replicate."""
 
