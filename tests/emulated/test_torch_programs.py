@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -54,11 +54,11 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 }
 
 
-def _sharded(*, checkpoints: bool = False) -> nn.Module:
+def _sharded(*, checkpoints: bool = False, **keywords: Any) -> nn.Module:
     model = Model(checkpoints=checkpoints).to(devices.device_of(dist.get_rank()))
     for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **keywords)
+    return fully_shard(model, **keywords)
 
 
 def _replicated(*, checkpoints: bool = False, **keywords: Any) -> nn.Module:
@@ -121,6 +121,12 @@ def _autocast(make: Callable[[], nn.Module]) -> None:
     _train(model, _adamw(model), precision=torch.bfloat16)
 
 
+def _lower_parameters() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _sharded(mp_policy=policy)
+    _train(model, _adamw(model))
+
+
 def _static_graph() -> None:
     model = _replicated(static_graph=True, gradient_as_bucket_view=True)
     _train(model, _adamw(model))
@@ -163,6 +169,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "FSDP2 checkpoints activations": lambda: _checkpoint_activations(_sharded),
     "DDP autocast": lambda: _autocast(_replicated),
     "FSDP2 autocast": lambda: _autocast(_sharded),
+    "FSDP2 bf16 parameters": _lower_parameters,
     "DDP static graph": _static_graph,
     "DDP float16 messages": _compressed,
     "ZeRO": lambda: _zero(overlapping=False),

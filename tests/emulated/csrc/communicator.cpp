@@ -88,8 +88,7 @@ class Watchdog {
     auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - flight.launched);
     if (!flight.error() && waited > flight.timeout)
       flight.fail("timed out after " + std::to_string(waited.count()) + " ms, of which " + std::to_string(flight.timeout.count()) +
-                      " were allowed",
-                  c10d::ErrorType::TIMEOUT);
+                  " were allowed");
     return !flight.error();
   }
 
@@ -114,8 +113,7 @@ std::exception_ptr Flight::error() const {
   return error_;
 }
 
-void Flight::fail(const std::string& text, c10d::ErrorType kind) {
-  communicator->note_failure(kind);
+void Flight::fail(const std::string& text) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!error_) error_ = backend_error("[rank " + std::to_string(communicator->rank) + "] " + what + ": " + text);
 }
@@ -123,8 +121,7 @@ void Flight::fail(const std::string& text, c10d::ErrorType kind) {
 void Flight::wait_on_host(std::chrono::milliseconds limit) {
   auto last = std::chrono::steady_clock::now() + limit;
   while (!end->query() && !error()) {
-    if (std::chrono::steady_clock::now() > last)
-      fail("not over after " + std::to_string(limit.count()) + " ms", c10d::ErrorType::TIMEOUT);
+    if (std::chrono::steady_clock::now() > last) fail("not over after " + std::to_string(limit.count()) + " ms");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   if (!error()) emulated::wait_on_host(end);
@@ -140,16 +137,6 @@ void Communicator::require_alive() const {
   TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "emulated device: the communicator of rank ", rank, " has ended: ", reason_);
 }
 
-void Communicator::note_failure(c10d::ErrorType kind) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (failure_ == c10d::ErrorType::SUCCESS) failure_ = kind;
-}
-
-c10d::ErrorType Communicator::failure() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return failure_;
-}
-
 void Communicator::run(const FlightPtr& flight, const std::function<WorkPtr()>& collective) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -159,10 +146,10 @@ void Communicator::run(const FlightPtr& flight, const std::function<WorkPtr()>& 
     if (is_aborted()) throw Aborted();
     if (auto work = collective()) finish(work);
   } catch (const Aborted&) {
-    flight->fail("aborted", c10d::ErrorType::COMM_ERROR);
+    flight->fail("aborted");
   } catch (const std::exception& error) {
     // The kernel of a real collective would wait for its peer until it is aborted.
-    flight->fail(error.what(), c10d::ErrorType::REMOTE_ERROR);
+    flight->fail(error.what());
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return is_aborted_; });
   }

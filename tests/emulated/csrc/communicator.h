@@ -35,7 +35,7 @@ struct Flight {
   PointPtr end;
 
   std::exception_ptr error() const;
-  void fail(const std::string& text, c10d::ErrorType kind);
+  void fail(const std::string& text);
   // Returns when the collective is over, has failed, or has not ended within a limit, which is a failure.
   void wait_on_host(std::chrono::milliseconds limit);
 
@@ -56,8 +56,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_aborted() const;
   // Raises if the communicator has been aborted or shut down.
   void require_alive() const;
-  void note_failure(c10d::ErrorType kind);
-  c10d::ErrorType failure() const;
 
   // In the stream: runs a collective to its end, to that of the communicator, or for ever.
   void run(const FlightPtr& flight, const std::function<WorkPtr()>& collective);
@@ -73,7 +71,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::condition_variable changed_;
   bool is_aborted_ = false;
   std::string reason_;
-  c10d::ErrorType failure_ = c10d::ErrorType::SUCCESS;
   std::set<WorkPtr> direct_;  // Messages between two ranks that a stream waits for.
   int running_ = 0;
 };

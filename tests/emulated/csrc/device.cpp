@@ -250,15 +250,20 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
   own->set_nbytes(bytes);
 }
 
+const at::Tensor& read_alike(const at::Tensor& made, const at::Tensor& original) {
+  if (original.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  if (made.is_conj() != original.is_conj()) made._set_conj(original.is_conj());
+  if (made.is_neg() != original.is_neg()) made._set_neg(original.is_neg());
+  return made;
+}
+
 at::Tensor host_alias(const at::Tensor& tensor) {
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU);
   if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
   TORCH_CHECK(tensor.storage().nbytes() >= needed, "emulated device: illegal memory access: a tensor of shape ", tensor.sizes(),
               " needs ", needed, " bytes, its storage has ", tensor.storage().nbytes());
-  auto made = at::from_blob(alias_of(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
+  return read_alike(at::from_blob(alias_of(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options), tensor);
 }
 
 Access access(const at::Tensor& tensor, bool is_write) {

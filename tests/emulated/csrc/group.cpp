@@ -149,7 +149,6 @@ struct Group final : c10d::Backend {
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  c10d::ErrorType getError() override { return gloo_.communicator->failure(); }
   void setTimeout(std::chrono::milliseconds timeout) override { options->timeout = timeout; }
   void abort() override { gloo_.communicator->abort("abort() was called"); }
   // Waits for what is in flight, as long as that takes.

@@ -7,7 +7,10 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -99,7 +102,7 @@ void copy_now(const Tensor& to, const Tensor& from) {
 }
 
 Tensor host_view(const Tensor& tensor) {
-  return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), tensor.options());
+  return read_alike(at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), tensor.options()), tensor);
 }
 
 void keep_pinned(const Tensor& tensor, const c10::Device& device) {
@@ -264,11 +267,6 @@ IValue each_tensor(const IValue& value, c10::DeviceType device, F&& change) {
   return value;
 }
 
-// Numbers of Python do not determine a result's dtype.
-void wrap_as(const Tensor& made, const Tensor& original) {
-  if (original.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-}
-
 bool returns_tensors(const c10::FunctionSchema& schema) {
   for (auto& each : schema.returns()) {
     bool is_tensor = each.type()->isSubtypeOf(*c10::OptionalType::create(c10::TensorType::get())) ||
@@ -285,10 +283,19 @@ const std::set<std::string> kDependOnValues = {
     "aten::nonzero",      "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::repeat_interleave", "aten::bincount"};
 
+// Mean and rstd of a layer norm are float32 on an accelerator, whatever its input; the CPU's kernel
+// wants them in the dtype of the weight.
+void use_statistics_of_cpu(Stack& arguments) {
+  Tensor weight = arguments[5].isTensor() ? arguments[5].toTensor() : Tensor();
+  auto dtype = (weight.defined() ? weight : arguments[1].toTensor()).scalar_type();
+  for (size_t i : {3, 4}) arguments[i] = arguments[i].toTensor().to(dtype);
+}
+
 std::mutex generators;
 
 void run_on_cpu(const c10::OperatorHandle& op, Stack& arguments, int generator_at) {
   at::AutoDispatchBelowADInplaceOrView below;
+  if (op.schema().name() == "aten::native_layer_norm_backward") use_statistics_of_cpu(arguments);
   if (generator_at < 0) {
     op.callBoxed(&arguments);
     return;
@@ -387,7 +394,7 @@ class Call {
       const Tensor& own = argument(i).toTensor();
       if (!own.defined() || !own.is_cpu()) continue;
       Tensor copy = own.clone();
-      wrap_as(copy, own);
+      read_alike(copy, own);
       made[i] = copy;
     }
     if (generator_at_ >= 0 && made[generator_at_].isNone()) made[generator_at_] = default_generator(device_->index());
@@ -430,12 +437,13 @@ class Call {
       Tensor twin = twin_of(own);
       if (!twin.defined()) {
         twin = at::empty_strided(own.sizes(), own.strides(), own.options().device(c10::kMeta));
-        wrap_as(twin, own);
+        read_alike(twin, own);
       }
       twins.push_back(twin);
     }
     Stack arguments = arguments_for(c10::kMeta, twin_of);
     if (generator_at_ >= 0) arguments[generator_at_] = IValue();
+    at::DisableRecordFunctionGuard unseen;  // By a profiler: a real device runs nothing here.
     try {
       op_.callBoxed(&arguments);
     } catch (const c10::NotImplementedError&) {
@@ -471,8 +479,8 @@ class Call {
       made.argument = i;
       if (twins[i].is_same(tensor)) {
         made.kind = Output::kArgument;
-      } else if (twins[i].storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl() &&
-                 twins[i].dtype() == tensor.dtype()) {
+      } else if (twins[i].storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) {
+        TORCH_CHECK(twins[i].dtype() == tensor.dtype(), "emulated device: cannot view ", twins[i].dtype(), " as ", tensor.dtype());
         made.kind = Output::kView;
         made.offset = tensor.storage_offset();
       }
@@ -527,7 +535,8 @@ class Call {
                for (auto& each : made) {
                  const IValue& value = arguments[arguments.size() - number + each.at];
                  Tensor result = value.isTensor() ? value.toTensor() : value.toTensorVector().at(each.position);
-                 if (each.target.numel()) each.target.copy_(result);
+                 // Batch norm's statistics are empty on a CPU when it evaluates.
+                 if (each.target.numel() && result.numel()) each.target.copy_(result);
                }
              });
     }
@@ -599,6 +608,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &as_strided);
   m.impl("resize_", &resize);
   m.impl("view", &view);
+  m.impl("view.dtype", &at::native::view_dtype);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("_reshape_alias", &reshape_alias);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
@@ -607,7 +619,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage_part);
   m.impl("record_stream", &record_stream);
+  // torch would take them apart: a layer norm into other operators, a convolution into those of kinds
+  // of devices, a loss into one with an output, which the CPU's kernel then resizes.
+  for (const char* each : {"native_layer_norm", "convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
+    m.impl(each, torch::CppFunction::makeFromBoxedFunction<&call>());
 }
+
+// A copy reads conjugated and negated numbers as such; torch would copy them first, and so for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace
 }  // namespace emulated

@@ -1,6 +1,8 @@
 // Streams, events, vector clocks, and the host's synchronisations with them.
 #include <Python.h>
 
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -65,6 +67,8 @@ double now_ms() {
 }
 
 void run(Stream* stream) {
+  c10::InferenceMode on;  // Takes tensors of both modes, in place too.
+  at::DisableRecordFunctionGuard unseen;  // A profiler shows tasks, not the CPU's kernels in them.
   for (;;) {
     std::function<void()> task;
     {

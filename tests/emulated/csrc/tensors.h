@@ -14,6 +14,9 @@ c10::Stream torch_stream(int device, int64_t id);
 Stream& stream_of(const c10::Stream& stream);
 Stream& current(const c10::Device& device);
 
+// Makes the numbers of a tensor be read as those of another: conjugated, negated, or as a number of
+// Python, which does not determine a result's dtype.
+const at::Tensor& read_alike(const at::Tensor& made, const at::Tensor& original);
 // A tensor on the host's alias of a device tensor's memory, for tasks.
 at::Tensor host_alias(const at::Tensor& tensor);
 Access access(const at::Tensor& tensor, bool is_write);
