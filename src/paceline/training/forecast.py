@@ -27,9 +27,8 @@ MEMORY_REMEDY = (
     "lower training.micro_batch_size, set model.activation_checkpointing to full, use "
     "parallel.strategy fsdp, or start fewer ranks per host"
 )
-_OUR_EQUAL: dict[StrategyName, StrategyName] = {"torch_zero": "zero1"}
-"""Strategies whose optimizer no checkpoint can hold, each with one that shards the same state and
-sends the same bytes."""
+_NEVER_SAVED: dict[StrategyName, StrategyName] = {"torch_zero": "zero1"}
+"""Strategies whose optimizer no checkpoint can hold, each with one that shards the same state."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,18 +129,8 @@ def resolve(
     *,
     on_accelerator: bool | None = None,
 ) -> ResolvedRun:
-    """Resolves a run, with the user's earlier runs as history; arguments as in `forecast`.
-
-    Raises if its checkpoints could not be saved.
-    """
+    """Resolves a run, with the user's earlier runs as history; arguments as in `forecast`."""
     layout = layout_of(config, num_ranks)
-    strategy = config.parallel.strategy_on(num_ranks)
-    if strategy in _OUR_EQUAL:
-        raise UsageError(
-            f"parallel.strategy {strategy} cannot be saved, because torch keeps its optimizer's "
-            f"state where no checkpoint reaches it; use {_OUR_EQUAL[strategy]}, which shards the "
-            "same state"
-        )
     predicted = forecast(
         config,
         num_ranks,
@@ -197,7 +186,6 @@ def forecast(
         ranks = _calibrated_ranks(known, world_size * at_once, calibration)
         hardware = hardware or str(ranks.topology["hardware"])
         strategy = config.parallel.strategy_on(world_size)
-        strategy = _OUR_EQUAL.get(strategy, strategy)
         if needs_mesh(layout) or strategy not in PREDICTED:
             time = layout_step_time(layout, shape, step, ranks, inside_host(known, ranks))
             step_time_s = float(time.total_s.item())
@@ -336,8 +324,15 @@ def _strategy_time_s(
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
-    """Returns the parallel layout of a run."""
+    """Returns the parallel layout of a run; raises a `UsageError` if it cannot run."""
     layout = _arranged(config, world_size)
+    strategy = config.parallel.strategy_on(world_size)
+    if not needs_mesh(layout) and strategy in _NEVER_SAVED:
+        raise UsageError(
+            f"parallel.strategy {strategy} cannot be saved, because torch keeps its optimizer's "
+            f"state where no checkpoint reaches it; use {_NEVER_SAVED[strategy]}, which shards the "
+            "same state"
+        )
     if not needs_mesh(layout) and layout.pipeline_interleave == 1:
         return layout
     if config.model.hugging_face is not None:

@@ -21,7 +21,7 @@ from paceline.training.config import (
     RunConfig,
     StepConfig,
 )
-from paceline.training.forecast import forecast, layout_of, require_fit, resolve
+from paceline.training.forecast import forecast, layout_of, require_fit
 from tests.unit.predict.calibration_cases import make_record, make_records
 
 _RANKS = (1, 2, 4, 8)
@@ -185,7 +185,7 @@ def test_every_run_that_can_start_has_a_forecast(
     calibration: pathlib.Path, strategy: StrategyName, ranks: int
 ) -> None:
     accepted = list(_accepted(strategy, ranks))
-    assert accepted
+    assert accepted or strategy == "torch_zero"
     for config in accepted:
         predicted = forecast(config, ranks, calibration)
         assert min(dataclasses.astuple(predicted.memory)) >= 0, config.parallel
@@ -204,15 +204,13 @@ def test_every_run_that_can_start_has_a_forecast(
 def test_what_no_checkpoint_can_hold_is_refused_with_what_can_be_saved() -> None:
     config = _run(strategy="torch_zero")
     with pytest.raises(UsageError, match=r"torch_zero cannot be saved.*; use zero1") as refused:
-        resolve(config, 2)
+        layout_of(config, 2)
     assert "\n" not in str(refused.value)
 
 
 def test_a_single_rank_has_no_strategy_to_refuse(calibration: pathlib.Path) -> None:
-    ours, other = (
-        resolve(_run(strategy=strategy), 1, calibration) for strategy in ("torch_zero", "ddp")
-    )
-    assert ours.forecast == other.forecast
+    config = _run(strategy="torch_zero")
+    assert forecast(config, 1, calibration) == forecast(_run(strategy="ddp"), 1, calibration)
 
 
 def test_the_axes_make_meshes() -> None:
