@@ -19,7 +19,7 @@ from studies.planner.device_memory import (
 )
 from tests import devices
 
-_MOST, _MEDIAN = 0.02, 0.005
+_MOST, _MEDIAN = 0.01, 0.005
 _SAMPLE = 8
 _CASES = [case for case in memory_cases() if case.world_size == 2]
 

@@ -33,6 +33,8 @@ root.
                       and copies of its matrices take half. With recomputation, autocast itself
                       holds the copies of matrices until forward is over
     stage's output    kept for each micro-batch in flight
+    messages sent     of a rank with several stages: torch's schedule waits for them when all
+                      micro-batches are over, and keeps outputs and inputs' gradients until then
     receive buffers   of a pipeline, on accelerators: every stage has memory for the input and for
                       the gradient of the output of all micro-batches, from the first step on. On a
                       CPU they are as large, but not among what is measured: what a step allocates
@@ -74,8 +76,8 @@ class BackwardPass:
     """Index among the rank's stages, from 0."""
     in_flight: tuple[int, ...]
     """Micro-batches that each of the rank's stages keeps for backward, including this one."""
-    done: frozenset[int]
-    """Stages of the rank that already hold gradients from an earlier micro-batch."""
+    finished: tuple[int, ...]
+    """Micro-batches whose backward pass through each of the rank's stages is over."""
 
 
 def backward_passes(
@@ -87,16 +89,16 @@ def backward_passes(
     later = ranks - 1 - rank
     ahead = later if parts == 1 else (parts - 1) * ranks + 2 * later
     in_flight = [0] * parts
-    done: set[int] = set()
+    finished = [0] * parts
     forwards = 0
     for number in range(num_passes):
         while forwards < min(num_passes, number + ahead + 1):
             in_flight[forwards // ranks % parts] += 1
             forwards += 1
         stage = parts - 1 - number // ranks % parts
-        yield BackwardPass(stage=stage, in_flight=tuple(in_flight), done=frozenset(done))
+        yield BackwardPass(stage=stage, in_flight=tuple(in_flight), finished=tuple(finished))
         in_flight[stage] -= 1
-        done.add(stage)
+        finished[stage] += 1
 
 
 _BYTES = 4
@@ -173,9 +175,9 @@ def trainer_memory(
     ranks = []
     for rank in range(layout.pipeline):
         stages = _stages(layout, shape, batch, sizes, rank)
-        held = _Rank(layout, sizes, stages, on_accelerator=on_accelerator)
+        held = _Rank(layout, sizes, stages, rank, on_accelerator=on_accelerator)
         if on_accelerator:
-            held.receive_into_buffers(rank, batch.accumulation_steps)
+            held.receive_into_buffers(batch.accumulation_steps)
         ranks.append(held.memory(rank, batch.accumulation_steps))
     return max(ranks, key=lambda parts: parts.total)
 
@@ -279,6 +281,7 @@ class _Rank:
         layout: ParallelLayout,
         sizes: _Sizes,
         stages: list[_Stage],
+        rank: int,
         *,
         on_accelerator: bool = False,
     ) -> None:
@@ -293,18 +296,18 @@ class _Rank:
         self._is_pipeline = layout.pipeline > 1
         self._buffer = sizes.block if self._shards > 1 else 0.0
         self._whole = sum(stage.parameters(sizes.block) for stage in stages)
+        last = layout.pipeline * layout.pipeline_interleave - 1
+        numbers = [rank + own * layout.pipeline for own in range(len(stages))]
+        self._before = [sizes.stream * (number > 0) for number in numbers]
+        self._after = [sizes.stream * (number < last) for number in numbers]
         self._received = 0.0
         self._receives = [0.0] * len(stages)
 
-    def receive_into_buffers(self, rank: int, num_micro_batches: int) -> None:
+    def receive_into_buffers(self, num_micro_batches: int) -> None:
         """Counts the memory that stages receive into, one tensor per micro-batch and neighbour."""
-        layout, stream = self._layout, self._sizes.stream
-        last = layout.pipeline * layout.pipeline_interleave - 1
-        numbers = [rank + own * layout.pipeline for own in range(len(self._stages))]
         # A micro-batch in flight keeps what its stage has received, which counts once.
-        self._receives = [stream * (number > 0) for number in numbers]
-        gradients = sum(stream * (number < last) for number in numbers)
-        self._received = num_micro_batches * (sum(self._receives) + gradients)
+        self._receives = self._before
+        self._received = num_micro_batches * (sum(self._before) + sum(self._after))
 
     def memory(self, rank: int, num_micro_batches: int) -> MemoryParts:
         own = self._whole / self._shards
@@ -325,7 +328,7 @@ class _Rank:
         beside = sum(
             s.gradients(sizes.block)
             for number, s in enumerate(self._stages)
-            if number != each.stage and number in each.done
+            if number != each.stage and each.finished[number]
         )
         if self._is_wrapped and not self._reshards:
             beside += sum(other.parameters(sizes.block) for other in others)
@@ -335,7 +338,10 @@ class _Rank:
         beside -= sum(number * size for number, size in received)
         if self._is_pipeline:
             beside += sizes.stream * sum(each.in_flight)
-        is_first = each.stage not in each.done
+        if len(self._stages) > 1:
+            sent = zip(each.finished, self._before, self._after, strict=True)
+            beside += sum(number * (before + after) for number, before, after in sent)
+        is_first = not each.finished[each.stage]
         for moment in (*self._forward(stage, is_first), *self._backward(stage, is_first)):
             yield beside + moment
 

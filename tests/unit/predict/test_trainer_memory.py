@@ -55,6 +55,7 @@ _MEASURED_ON_ACCELERATOR = {
     ("tensor=2,sp=1,micro=2", "float32", "none"): 20_945_920,
     ("pipeline=2,micro=1", "float32", "full"): 17_754_112,
     ("pipeline=2,interleave=2,micro=1", "bfloat16", "none"): 24_610_816,
+    ("pipeline=2,interleave=2,micro=1", "float32", "full"): 18_491_392,
     ("replicate=2,shard=2,zero=3,micro=2", "float32", "none"): 32_549_888,
     ("shard=2,tensor=2,zero=3,micro=2", "float32", "none"): 17_341_440,
     ("shard=2,pipeline=2,zero=2,micro=1", "float32", "none"): 18_544_640,
@@ -108,7 +109,7 @@ def test_peaks_on_accelerators_are_those_that_were_measured(
     batch_size = 4 * parse_layout(layout).layout.data_parallel
     peak = _peak(layout, shape, batch_size, 64, precision, checkpointing, on_accelerator=True)
     measured = _MEASURED_ON_ACCELERATOR[layout, precision, checkpointing]
-    assert peak == pytest.approx(measured, rel=0.02)
+    assert peak == pytest.approx(measured, rel=0.0075)
 
 
 def test_parts_add_up_to_the_peak() -> None:

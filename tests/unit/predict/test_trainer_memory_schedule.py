@@ -8,7 +8,7 @@ from paceline.predict.trainer_memory import backward_passes
 def test_one_rank_keeps_one_micro_batch() -> None:
     passes = list(backward_passes(ParallelLayout(), 0, 3))
     assert [each.in_flight for each in passes] == [(1,)] * 3
-    assert [bool(each.done) for each in passes] == [False, True, True]
+    assert [any(each.finished) for each in passes] == [False, True, True]
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_from_it_on() -> None:
@@ -38,7 +38,7 @@ def test_every_micro_batch_goes_backward_through_every_stage_once(
     stages = [each.stage for each in passes]
     for stage in range(layout.pipeline_interleave):
         assert stages.count(stage) == rounds * ranks
-    for each in passes:
+    for index, each in enumerate(passes):
         assert each.in_flight[each.stage] > 0
         assert min(each.in_flight) >= 0
-        assert (each.stage in each.done) == (each.stage in stages[: passes.index(each)])
+        assert each.finished == tuple(map(stages[:index].count, range(len(each.in_flight))))
