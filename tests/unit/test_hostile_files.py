@@ -15,6 +15,7 @@ _FOUND = [
     ("searched plan", b'"gradients":"', rb'"gradi\nents":"', r"\$.precision.gradi\\nents`"),
     ("dataset manifest", b'"shard_tokens":100', b'"shard_tokens":10', "end before they begin"),
     ("dataset manifest", b'"shard_tokens":100', b'"shard_tokens":1' + b"0" * 99, "int"),
+    ("dataset manifest", b'"shard_tokens":100', b'"shard_tokens":0', "`int` >= 1"),
     ("dataset manifest", b'"end_of_document"', rb'"end_of_docum\nt"', r"field `end_of_docum\\nt`"),
     ("dataset manifest", b'"num_tokens":200', b'"num_tokens":1996', "2.documents is missing"),
     ("checkpoint manifest", b'"F32"', b'"F33"', "has the dtype 'F33'"),

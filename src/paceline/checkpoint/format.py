@@ -23,7 +23,7 @@ from paceline.checkpoint.errors import REMEDY, CheckpointError, DamagedCheckpoin
 from paceline.core.errors import TruncatedError
 from paceline.core.units import one_line
 from paceline.data.storage import Storage
-from paceline.records.store import UNDECODABLE, Count
+from paceline.records.store import UNDECODABLE, Count, Positive
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -77,8 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step: Count
     save_id: str
     """Distinguishes two attempts to save the same step."""
-    world_size: Count
-    block_bytes: Count
+    world_size: Positive
+    block_bytes: Positive
     identity: msgspec.Raw
     """Metadata of the run, such as its model and its position in the data."""
     ranks: list[msgspec.Raw]

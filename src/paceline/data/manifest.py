@@ -15,7 +15,7 @@ import msgspec
 from paceline.core.errors import DataError
 from paceline.core.units import one_line
 from paceline.data.storage import Storage
-from paceline.records.store import UNDECODABLE, Count, Int64
+from paceline.records.store import UNDECODABLE, Count, Int64, Positive
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -91,8 +91,8 @@ class DatasetManifest(
 
     schema: int
     dtype: TokenType
-    shard_tokens: Count
-    vocab_size: Count
+    shard_tokens: Positive
+    vocab_size: Positive
     end_of_document: Count
     """The token that follows every document."""
     tokenizer_blake3: str

@@ -37,6 +37,8 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """A number in a file that may come from elsewhere, such as a time."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**59)]
 """A count, size or index in a file that may come from elsewhere; its bytes fit 64 bits too."""
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**59)]
+"""A count or size in such a file that cannot be zero."""
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions from decoding untrusted JSON; deep nesting raises the last."""
