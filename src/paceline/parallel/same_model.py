@@ -14,6 +14,7 @@ A rank without a change does not access the store, so unchanged steps cost nothi
 collective blocks on the ranks that have changed, and if it fails, the error reports their changes.
 """
 
+import dataclasses
 import datetime
 import hashlib
 import warnings
@@ -44,13 +45,35 @@ def require_same_model(
 
     `settings` describes all else that must be equal, such as the bucket size.
     """
-    own = describe_model(module, settings)
+    found = first_difference(describe_model(module, settings), group, device)
+    if found is not None:
+        raise DisagreementError(
+            f"the ranks' models differ: rank {found.reference} has {found.expected}, where rank "
+            f"{found.culprit} has {found.found}; build the same model on every rank"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first line in which ranks differ, and two ranks that have different ones."""
+
+    reference: int
+    expected: str
+    culprit: int
+    found: str
+
+
+def first_difference(
+    own: list[str], group: dist.ProcessGroup, device: torch.device
+) -> Difference | None:
+    """Returns where the ranks' lines differ first, the same on all ranks; None if they do not."""
     number = fingerprint(own)
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, negated_smallest = extremes.tolist()
-    if largest != -negated_smallest:
-        _raise_first_difference(own, group, device)
+    if largest == -negated_smallest:
+        return None
+    return _locate_difference(own, group, device)
 
 
 def describe_model(module: nn.Module, settings: str) -> list[str]:
@@ -76,7 +99,9 @@ def _describe(name: str, tensor: Tensor) -> str:
     )
 
 
-def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
+def _locate_difference(
+    own: list[str], group: dist.ProcessGroup, device: torch.device
+) -> Difference:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     reference = _broadcast_lines(own if rank == 0 else [], 0, group, device)
     pairs = zip(own, reference, strict=False)
@@ -90,12 +115,11 @@ def _raise_first_difference(own: list[str], group: dist.ProcessGroup, device: to
     culprits = _broadcast_lines(
         own[index : index + 1] if rank == culprit else [], culprit, group, device
     )
-    first_has = reference[index] if index < len(reference) else "nothing"
-    culprit_has = culprits[0] if culprits else "nothing"
-    raise DisagreementError(
-        f"the ranks' models differ: rank {dist.get_global_rank(group, 0)} has {first_has}, where "
-        f"rank {dist.get_global_rank(group, culprit)} has {culprit_has}; build the same model on "
-        "every rank"
+    return Difference(
+        reference=dist.get_global_rank(group, 0),
+        expected=reference[index] if index < len(reference) else "nothing",
+        culprit=dist.get_global_rank(group, culprit),
+        found=culprits[0] if culprits else "nothing",
     )
 
 

@@ -4,10 +4,13 @@ On a CPU, one thread per container packs, sends, waits and unpacks beside forwar
 an accelerator, all of it is queued in one stream, which waits for its messages; the host goes on.
 The messages use a process group of their own, in the order in which the program starts them, which
 is the same on every rank, whatever the program sends meanwhile.
+
+A collective that reads values on the host, to decide what it does next, would stop the program. It
+runs in a thread on every device, and on an accelerator in a stream that the thread waits for.
 """
 
 import concurrent.futures
-import weakref
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from paceline.devices import accelerator
 from paceline.parallel.ranks.collectives import GroupReference
+from paceline.parallel.ranks.worker import Worker
 
 
 class CompressedQueue:
@@ -23,19 +27,23 @@ class CompressedQueue:
     Args:
         group: The ranks of the container.
         device: The device of its tensors.
+        reads_values: Whether collectives read values on the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, reads_values: bool = False
+    ) -> None:
         ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, use_local_synchronization=True)
+        # torch would give the new group its own default, half an hour.
+        timeout = group._get_backend(device).options._timeout
+        own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         assert own is not None
         self._group_reference = GroupReference(own)
         self._device = device
         self._stream = accelerator.new_stream(device)
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
-        if self._stream is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(1, "paceline-compression")
-            weakref.finalize(self, self._threads.shutdown, wait=False)
+        self._worker: Worker | None = None
+        if self._stream is None or reads_values:
+            self._worker = Worker("paceline-compression")
 
     def start(self, collective: Callable[[dist.ProcessGroup], None]) -> dist.Work:
         """Starts a collective; returns it in flight.
@@ -44,9 +52,10 @@ class CompressedQueue:
             collective: Packs, sends, waits and unpacks, given the process group.
         """
         group = self._group_reference.get()
-        if self._threads is not None:
-            future = self._threads.submit(_without_gradients, collective, group)
-            return _InThread(future)  # type: ignore[return-value]
+        if self._worker is not None:
+            begin = accelerator.point_in_stream(self._device)
+            run = functools.partial(self._run_in_thread, collective, group, begin)
+            return _InThread(self._worker.submit(run))  # type: ignore[return-value]
         assert self._stream is not None
         program = accelerator.current_stream(self._device)
         assert program is not None
@@ -54,6 +63,21 @@ class CompressedQueue:
             accelerator.follow(self._device, program)
             _without_gradients(collective, group)
             return _InStream(self._device)  # type: ignore[return-value]
+
+    def _run_in_thread(
+        self,
+        collective: Callable[[dist.ProcessGroup], None],
+        group: dist.ProcessGroup,
+        begin: torch.Event | None,
+    ) -> None:
+        if self._stream is None or begin is None:
+            _without_gradients(collective, group)
+            return
+        accelerator.select(self._device)
+        with self._stream:
+            accelerator.wait_in_stream(self._device, begin)
+            _without_gradients(collective, group)
+            accelerator.synchronize_stream(self._device)
 
 
 def _without_gradients(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.health.checksum import combined, digest, digests
+from paceline.parallel.digest import combined, digest, digests
 
 CPU = torch.device("cpu")
 

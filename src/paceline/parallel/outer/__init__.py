@@ -1,0 +1,1 @@
+"""Local steps in every site, and rare, compressed, overlapped averages over a slow link."""
