@@ -3,18 +3,26 @@
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from paceline.parallel import RankPool, ShardedOptimizer
+from paceline.parallel.compression.codec import BLOCK
 from paceline.parallel.dtensor import whole_tensor
+from paceline.parallel.outer.exchange import Exchange, FragmentState
+from paceline.parallel.outer.header import Header
 from paceline.parallel.outer.loop import OuterLoop
+from paceline.parallel.outer.optimizer import OuterUpdate
+from paceline.parallel.outer.rows import packing_of
 from tests import devices
 from tests.distributed.outer_oracle import expected
 from tests.distributed.outer_programs import STRATEGIES, Program, groups, train, wrap
+from tests.unit.parallel.simulation.live_storages import LiveStorages
 
 Pools = Callable[[int], RankPool]
 _SITES = ((2, 1), (2, 2), (3, 1), (4, 1))
@@ -172,6 +180,47 @@ def test_each_number_goes_over_the_slow_link_once(rank_pool: Pools, divides: boo
         assert kept == said == 14
         # Half of the numbers go out and the other half's mean comes back, with a scale per 256.
         assert sent == pytest.approx(num_exchanged * (4 + 16 / 256) / 8, rel=0.01)
+
+
+def _peak_in_flight(_rank: int, world_size: int, compression: Any, momentum: float) -> float:
+    """Returns the most bytes per number that an exchange has allocated at a time."""
+    numel = 64 * BLOCK * world_size
+    codes = compression in ("int8", "int4")
+    state = FragmentState(
+        values=torch.zeros(numel),
+        velocity=torch.zeros(numel) if momentum else None,
+        left_out=torch.zeros(numel if codes else 0),
+        left_back=torch.zeros(numel // world_size if codes else 0),
+    )
+    header = Header(
+        settings=0,
+        has_changed=False,
+        num_members=world_size,
+        exchange=0,
+        fragment=0,
+        step=1,
+        compression=0,
+        num_elements=numel,
+        is_finite=True,
+    )
+    update = OuterUpdate(learning_rate=0.7, momentum=momentum)
+    assert dist.group.WORLD is not None
+    with LiveStorages(at_least=1024) as live:
+        gradient = torch.ones(numel)
+        exchange = Exchange(header, gradient, state, packing=packing_of(compression), update=update)
+        exchange.run(dist.group.WORLD)
+    assert exchange.error is None
+    return live.peak_bytes / numel
+
+
+@pytest.mark.parametrize(
+    ("compression", "momentum", "most"), [("none", 0.0, 12), ("int4", 0.0, 18), ("int4", 0.9, 26)]
+)
+def test_an_exchange_allocates_no_more_than_it_says(
+    rank_pool: Pools, compression: str, momentum: float, most: int
+) -> None:
+    for peak in rank_pool(2).run(_peak_in_flight, compression, momentum):
+        assert most - 2 < peak <= most + 0.1
 
 
 def _unfinished(rank: int, _world_size: int) -> tuple[list[Tensor], bool]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from paceline.core.errors import PacelineError
-from paceline.parallel import BucketedDataParallel, RankPool
+from paceline.parallel import BucketedDataParallel, RankPool, ShardedDataParallel
 from paceline.parallel.outer import exchange, header
 from paceline.parallel.outer.loop import OuterLoop
 from tests import devices
@@ -257,6 +257,10 @@ def _made(rank: int, _world_size: int, kind: str) -> str:
         model = BucketedDataParallel(
             model, process_group=dist.new_group([rank], use_local_synchronization=True)
         )
+    if kind == "masters":
+        model = ShardedDataParallel(
+            model.bfloat16(), process_group=inside, master_dtype=torch.float32
+        )
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(PacelineError) as raised:
         OuterLoop(
@@ -279,6 +283,7 @@ def _made(rank: int, _world_size: int, kind: str) -> str:
         ("codec", "compression='int4'.* rank 3 has settings .*compression='int8'"),
         ("whole", r"BucketedDataParallel '' spans ranks \[0, 1, 2, 3\], of several sites"),
         ("partly", "give inner_group all ranks that train the model"),
+        ("masters", "parameter '0.weight' follows a master copy of other precision"),
         ("inner", "inner_group has ranks of other sites"),
     ],
 )

@@ -74,6 +74,20 @@ def test_sharded_training_is_continued_by_another_number_of_ranks(tmp_path: path
     assert losses(2, 3, "checkpoint") + losses(3, 6, "checkpoint") == uninterrupted
 
 
+@pytest.mark.slow
+def test_sites_of_the_outer_loop_learn_and_end_equal() -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "outer_loop.py", "--site-ranks", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *steps, last = result.stdout.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in steps]
+    assert losses[-1] < losses[0] / 4
+    assert last == "24 steps, sites are equal"
+
+
 def test_long_context() -> None:
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / "long_context.py"],

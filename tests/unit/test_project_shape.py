@@ -75,6 +75,7 @@ EXPORTS = {
         "FlatDataParallel",
         "FullyShardedDataParallel",
         "NaiveDataParallel",
+        "OuterLoop",
         "OverlapWarning",
         "OverlappedDataParallel",
         "RankError",

@@ -10,6 +10,7 @@ from paceline.parallel.ddp import (
 )
 from paceline.parallel.fsdp.container import FullyShardedDataParallel
 from paceline.parallel.fsdp.layers import WrapPolicy
+from paceline.parallel.outer.loop import OuterLoop
 from paceline.parallel.ranks.launch import RankError, RankPool, run_ranks
 from paceline.parallel.ranks.session import Session, distributed_session
 from paceline.parallel.reducer import OverlapWarning, SynchronizationError
@@ -24,6 +25,7 @@ __all__ = [
     "FlatDataParallel",
     "FullyShardedDataParallel",
     "NaiveDataParallel",
+    "OuterLoop",
     "OverlapWarning",
     "OverlappedDataParallel",
     "RankError",

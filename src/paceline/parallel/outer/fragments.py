@@ -21,6 +21,7 @@ from paceline.core.errors import UsageError
 from paceline.parallel.compression.codec import BLOCK
 from paceline.parallel.dtensor import local_tensor
 from paceline.parallel.ranks.collectives import start_all_gather
+from paceline.parallel.zero.bucket import find_sharded_parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,13 @@ def trained_parameters(model: nn.Module) -> list[TrainedParameter]:
             raise UsageError(
                 f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can "
                 "be averaged over sites"
+            )
+        sharded = find_sharded_parameters(parameter)
+        if sharded is not None and any(flat.has_master for flat in sharded.flats):
+            raise UsageError(
+                f"parameter {name!r} follows a master copy of other precision, which outer updates "
+                "would round; keep the parameters in float32 and use autocast, without compression "
+                "inside a site"
             )
         found.append(
             TrainedParameter(
