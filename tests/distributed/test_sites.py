@@ -84,15 +84,18 @@ def test_a_shaped_uplink_carries_its_rate(delay_s: float) -> None:
         assert 0.85 * rate < max(across) < 1.02 * rate
 
 
-def test_the_hosts_of_a_site_share_its_uplink() -> None:
+def test_the_hosts_of_a_site_share_its_uplink_in_both_directions() -> None:
     rate = 40e6
     with (
-        sites(2, 2, uplink=LinkShape(rate_bits_per_s=rate)) as (here, there),
+        sites(3, 2, uplink=LinkShape(rate_bits_per_s=rate)) as (here, *others),
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
-        measured = list(pool.map(measure_link, there.hosts, here.hosts, [rate] * 2))
-    # Each window of a stream may catch a burst of it; a line of its own would carry 80 Mbit/s.
-    assert 0.8 * rate < sum(measured) < 1.25 * rate
+        away = [site.hosts[0] for site in others]
+        received = list(pool.map(measure_link, away, here.hosts, [rate] * 2))
+        sent = list(pool.map(measure_link, here.hosts, away, [rate] * 2))
+    # A stream may run in the pauses of the other; with a line for each, the sum would be doubled.
+    for measured in (received, sent):
+        assert 0.8 * rate < sum(measured) < 1.25 * rate
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["bridge", "relay"])

@@ -29,7 +29,8 @@ _FORCED = {socket.SO_SNDBUF: 32, socket.SO_RCVBUF: 33}
 _OFFLOADS = 10
 _DESTINATION = slice(_OFFLOADS, _OFFLOADS + 6)
 _SOURCE = slice(_OFFLOADS + 6, _OFFLOADS + 12)
-_LARGEST_BYTES = 1 << 17
+_LARGEST_BYTES = 66_000
+"""Size of the largest segment, with all headers."""
 _BUFFER_BYTES = 1 << 26
 """Room for what arrives while this process waits for a core, and for the queue of an uplink."""
 _FRAMES_AT_ONCE = 64
