@@ -80,7 +80,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     # Late: the hook of jaxtyping comes first.
     from tests import devices
-    from tests.emulated.lacks import lack_of
 
     on_accelerator = devices.is_accelerator()
     families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
@@ -88,8 +87,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         host = item.get_closest_marker("host")
         if on_accelerator and host is not None:
             item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {host.args[0]}"))
-        if devices.is_emulated() and (lack := lack_of(item.nodeid)) is not None:
-            item.add_marker(pytest.mark.skip(reason=f"the emulated device lacks {lack}"))
         if not item.get_closest_marker("slow"):
             families[item.nodeid.partition("[")[0]].append(item)
     for name, family in families.items():

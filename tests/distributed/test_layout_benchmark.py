@@ -70,7 +70,6 @@ def _traced(pool: RankPool, path: pathlib.Path, layout: str) -> list[PipelineSte
     return list(steps)
 
 
-@pytest.mark.skipif(devices.is_emulated(), reason="it has no profiler, and a host runs ahead")
 @pytest.mark.parametrize(
     ("layout", "bubble"),
     [

@@ -24,6 +24,12 @@ def _events(path: pathlib.Path) -> list[dict[str, Any]]:
     return [event for event in found if event.get("ph") == "X"]
 
 
+def _lasting(events: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Returns when a named range of the device began and ended."""
+    (found,) = _of(events, "gpu_user_annotation", name)
+    return found["ts"], found["ts"] + found["dur"]
+
+
 def _of(events: list[dict[str, Any]], category: str, name: str) -> list[dict[str, Any]]:
     return [each for each in events if each.get("cat") == category and each["name"] == name]
 
@@ -57,6 +63,24 @@ def test_a_trace_shows_tasks_in_their_streams(tmp_path: pathlib.Path, device_mod
     launches = _of(events, "privateuse1_runtime", "emulatedLaunch")
     numbers = {each["args"]["correlation"] for each in launches}
     assert {each["args"]["correlation"] for each in tasks} <= numbers
+
+
+def test_ranges_of_the_device_are_as_narrow_as_those_of_cupti(tmp_path: pathlib.Path) -> None:
+    factor = torch.randn(8, 8, device=DEVICE, requires_grad=True)
+    with profiling(tmp_path / "trace", DEVICE):
+        with torch.profiler.record_function("outer"):
+            product = factor @ factor
+            with torch.profiler.record_function("inner"):
+                total = product.sum()
+        with torch.profiler.record_function("backward"):
+            total.backward()  # In a thread of autograd.
+        torch.accelerator.synchronize()
+    events = _events(tmp_path / "trace")
+    (first, *later), (second,) = (_of(events, "kernel", f"aten::{name}") for name in ("mm", "sum"))
+    for name, task in (("outer", first), ("inner", second)):
+        expected = (task["ts"], task["ts"] + task["dur"])
+        assert _lasting(events, name) == pytest.approx(expected, rel=0, abs=0.01)
+    assert _lasting(events, "backward")[1] < min(each["ts"] for each in later)
 
 
 def _exchange(rank: int, _world_size: int, path: str, overlaps: bool) -> None:

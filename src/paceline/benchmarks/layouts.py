@@ -117,7 +117,7 @@ class LayoutStep:
             self.forward_and_backward()
             self.optimizer_step()
             ended = now(self._device)
-        synchronize(self._device)
+            synchronize(self._device)  # In a trace, the step lasts as long as its kernels.
         return {STEP: seconds_between(began, ended)}
 
     def forward_and_backward(self) -> None:

@@ -23,6 +23,7 @@ from paceline.traces.operators import (
     ContentionTotals,
     OperatorTime,
     OperatorTotals,
+    launches,
     step_self_times,
 )
 from paceline.traces.overlap import StepRoles, StepTimes, step_times
@@ -71,7 +72,7 @@ class Timeline:
             self._reach[rank] = (min(first, before[0]), max(last, before[1]))
         is_step = self._is_step[chunk["key"]]
         for event, rank in zip(chunk[is_step].tolist(), ranks[is_step].tolist(), strict=True):
-            start, end, key, _thread = event
+            start, end, key, *_ = event
             self._found.setdefault(rank, []).append((start, end, self._labels[key]))
 
 
@@ -165,8 +166,9 @@ class _Totals:
     def add(self, start: int, end: int, rank: int, events: EventTable) -> None:
         roles = StepRoles(events, self._catalog, has_device=rank in self._device_ranks)
         work = step_self_times(roles.work, start, end)
-        times = step_times(roles, self._catalog, start, end)
-        self.operators.add(work, roles.ranges)
+        launched = launches(roles.work, roles.launchers, self._catalog)
+        times = step_times(roles, launched.moments, self._catalog, start, end)
+        self.operators.add(work, launched, roles.host_ranges)
         self.contention.add(work, times.communicating + start)
         self._num_kept_spans += times.num_spans
         self.times.append(times if self._num_kept_spans <= _MAX_KEPT_SPANS else times.summary())

@@ -3,7 +3,11 @@
 torch records operators (``cpu_op``), GPU kernels and copies, and annotations. gloo's collectives
 are annotations on a separate thread. nccl's collectives are kernels; the host calls of the same
 name only launch them. An operator's kind of work follows from its name, and its FLOPs from the
-shapes of its inputs.
+shapes of its inputs. Operators are numbered, and a kernel has the number of the operator that
+launched it.
+
+torch also draws the annotations on the device. Each shows only what its own thread launched outside
+of inner annotations, so that a backward pass has nearly nothing: they are not used.
 """
 
 import enum
@@ -115,8 +119,11 @@ _MATMULS = {
 }
 
 
-EVENT = np.dtype([("start", "i8"), ("end", "i8"), ("key", "u4"), ("thread", "u4")])
-"""An event: start and end in nanoseconds, and key and thread as indices into the catalog."""
+EVENT = np.dtype(
+    [("start", "i8"), ("end", "i8"), ("key", "u4"), ("thread", "u4"), ("operator", "i8")]
+)
+"""An event: start and end in nanoseconds, key and thread as indices into the catalog, and the
+number of its operator; 0 if it has none."""
 
 EventTable = npt.NDArray[np.void]
 
@@ -124,6 +131,7 @@ _MAX_NAMES = 2**17
 _MAX_THREADS = 2**16
 _MAX_RANKS = 2**10
 _MAX_MOMENT_US = 2.0**50
+_MAX_NUMBER = 2**62
 PROFILER_STEP = "ProfilerStep"
 """Prefix of the names of the profiler's own steps."""
 
@@ -143,7 +151,6 @@ class Role(enum.IntEnum):
     HOST_COMMUNICATION = 2
     DEVICE_COMMUNICATION = 3
     HOST_RANGE = 4
-    DEVICE_RANGE = 5
 
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -151,7 +158,6 @@ _ROLES = {
     "cpu_op": Role.HOST_WORK,
     **dict.fromkeys(_DEVICE_WORK, Role.DEVICE_WORK),
     "user_annotation": Role.HOST_RANGE,
-    "gpu_user_annotation": Role.DEVICE_RANGE,
 }
 
 
@@ -171,6 +177,7 @@ class Catalog:
         self._path = path
         self.keys: list[Key] = []
         self._roles = np.empty(0, dtype=np.int64)
+        self._flops = np.empty(0, dtype=np.int64)
         self._numbers: dict[tuple[str, str, bytes], int] = {}
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self._rank_of_process: dict[int | str, int] = {}
@@ -183,6 +190,7 @@ class Catalog:
         threads: list[int] = []
         begins: list[float] = []
         durations: list[float] = []
+        operators: list[int] = []
         numbers, known_threads = self._numbers, self._threads
         for event in events:
             if event.ph != "X":
@@ -203,8 +211,9 @@ class Catalog:
             threads.append(thread)
             begins.append(event.ts)
             durations.append(event.dur)
+            operators.append(0 if event.args is None else _number_of(event.args.operator))
         table = np.empty(len(keys), dtype=EVENT)
-        table["key"], table["thread"] = keys, threads
+        table["key"], table["thread"], table["operator"] = keys, threads, operators
         begin, duration = np.array(begins), np.array(durations)
         is_wrong = (np.abs(begin) > _MAX_MOMENT_US) | (duration < 0) | (duration > _MAX_MOMENT_US)
         if is_wrong.any():
@@ -232,6 +241,12 @@ class Catalog:
         if self._roles.size != len(self.keys):
             self._roles = np.array([key.role for key in self.keys], dtype=np.int64)
         return self._roles
+
+    def flops(self) -> npt.NDArray[np.int64]:
+        """Returns the FLOPs of each key."""
+        if self._flops.size != len(self.keys):
+            self._flops = np.array([key.flops for key in self.keys], dtype=np.int64)
+        return self._flops
 
     def _add_name(self, identity: tuple[str, str, bytes]) -> int:
         category, name, input_dims = identity
@@ -265,6 +280,15 @@ class Catalog:
                 self._rank_of_process[event.pid] = int(match[1])
             if len(self._rank_of_process) > _MAX_RANKS:
                 raise TraceError(f"{self._path}: more than {_MAX_RANKS} ranks")
+
+
+def _number_of(raw: msgspec.Raw) -> int:
+    """Returns the number of an operator; 0 if it is none."""
+    try:
+        number = int(bytes(raw))
+    except ValueError:
+        return 0
+    return number if 0 < number < _MAX_NUMBER else 0
 
 
 def _role_of(category: str, name: str) -> Role | None:

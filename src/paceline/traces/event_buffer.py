@@ -1,6 +1,6 @@
 """Stores a trace's events on disk as fixed-size rows, to be read back step by step.
 
-A row takes 24 bytes, a tenth or less of its size in the trace. Memory holds one chunk while the
+A row takes 32 bytes, a tenth or less of its size in the trace. Memory holds one chunk while the
 trace is read, and one step of one rank while it is analysed.
 """
 

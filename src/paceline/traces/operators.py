@@ -83,6 +83,36 @@ def _give(times: list[int], open_events: list[tuple[int, int]], now: int, until:
             open_events.pop()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launches:
+    """When the host launched the work of one step, and what it computes."""
+
+    moments: Intervals
+    """Starts of operators; of a kernel, the start of the operator that launched it, if known."""
+    flops: Intervals
+    """FLOPs of matmuls; those of an operator belong to the longest kernel that it launched."""
+
+
+def launches(work: EventTable, operators: EventTable | None, catalog: Catalog) -> Launches:
+    """Returns what the host says of the work of a step.
+
+    `operators` are those of the host; None if they are the work.
+    """
+    if operators is None:
+        return Launches(moments=work["start"], flops=catalog.flops()[work["key"]])
+    moments, flops = work["start"].copy(), np.zeros(work.size, dtype=np.int64)
+    by_number = operators[np.argsort(operators["operator"], kind="stable")]
+    place = np.searchsorted(by_number["operator"], work["operator"])
+    known = np.flatnonzero((work["operator"] > 0) & (place < by_number.size))
+    known = known[by_number["operator"][place[known]] == work["operator"][known]]
+    moments[known] = by_number["start"][place[known]]
+    longest_first = known[np.argsort(work["start"][known] - work["end"][known], kind="stable")]
+    _, first = np.unique(place[longest_first], return_index=True)
+    longest = longest_first[first]
+    flops[longest] = catalog.flops()[by_number["key"][place[longest]]]
+    return Launches(moments=moments, flops=flops)
+
+
 EVERYWHERE = "whole step"
 """Name of the range that stands for whole steps."""
 
@@ -109,12 +139,12 @@ class OperatorTotals:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._totals: dict[tuple[str, int], tuple[int, int]] = {}
+        self._totals: dict[tuple[str, int], tuple[int, int, int]] = {}
         self._range_names: set[str] = set()
 
-    def add(self, work: SelfTimes, ranges: EventTable) -> None:
-        """Adds a step."""
-        self._add(EVERYWHERE, work, np.ones(work.keys.size, dtype=np.bool_))
+    def add(self, work: SelfTimes, launched: Launches, ranges: EventTable) -> None:
+        """Adds a step with its ranges on the host."""
+        self._add(EVERYWHERE, work, launched, np.ones(work.keys.size, dtype=np.bool_))
         for key in np.unique(ranges["key"]).tolist():
             name = self._catalog.keys[key].name
             if not self._is_wanted(name):
@@ -122,19 +152,19 @@ class OperatorTotals:
             chosen = ranges[ranges["key"] == key]
             inside = intervals.union(chosen["start"], chosen["end"])
             if inside.size:
-                index = np.searchsorted(inside[:, 0], work.starts, side="right") - 1
-                inside_range = (index >= 0) & (work.starts < inside[index, 1])
-                self._add(short_name(name), work, inside_range)
+                index = np.searchsorted(inside[:, 0], launched.moments, side="right") - 1
+                inside_range = (index >= 0) & (launched.moments < inside[index, 1])
+                self._add(short_name(name), work, launched, inside_range)
 
     def rows(self) -> tuple[OperatorTime, ...]:
         """Returns the totals by range and operator, the longest first within a range."""
         sums: dict[tuple[str, str], list[int]] = {}
         op_classes: dict[str, OpClass] = {}
-        for (range_name, number), (num_calls, own) in self._totals.items():
+        for (range_name, number), values in self._totals.items():
             key = self._catalog.keys[number]
             op_classes[key.name] = key.op_class
             total = sums.setdefault((range_name, key.name), [0, 0, 0])
-            for column, value in enumerate((num_calls, own, num_calls * key.flops)):
+            for column, value in enumerate(values):
                 total[column] += value
         rows = [
             OperatorTime(
@@ -159,16 +189,25 @@ class OperatorTotals:
             self._range_names.add(name)
         return name in self._range_names
 
-    def _add(self, range_name: str, work: SelfTimes, chosen: npt.NDArray[np.bool_]) -> None:
+    def _add(
+        self, range_name: str, work: SelfTimes, launched: Launches, chosen: npt.NDArray[np.bool_]
+    ) -> None:
         keys, row = np.unique(work.keys[chosen], return_inverse=True)
-        calls = np.bincount(row, work.begins_here[chosen], keys.size).astype(np.int64)
+        begins = work.begins_here[chosen]
+        calls = np.bincount(row, begins, keys.size).astype(np.int64)
         own = np.zeros(keys.size, dtype=np.int64)
         np.add.at(own, row, work.self_time[chosen])
-        for key, num_calls, nanoseconds in zip(
-            keys.tolist(), calls.tolist(), own.tolist(), strict=True
+        # Floats: impossible shapes in a damaged trace must not wrap around.
+        flops = np.bincount(row, launched.flops[chosen] * begins, keys.size)
+        for key, *added in zip(
+            keys.tolist(), calls.tolist(), own.tolist(), map(int, flops), strict=True
         ):
-            before = self._totals.get((range_name, key), (0, 0))
-            self._totals[range_name, key] = (before[0] + num_calls, before[1] + nanoseconds)
+            before = self._totals.get((range_name, key), (0, 0, 0))
+            self._totals[range_name, key] = (
+                before[0] + added[0],
+                before[1] + added[1],
+                before[2] + added[2],
+            )
 
 
 _SUM = np.dtype([("key", "i8"), ("count", "i8"), ("self_time", "i8")])

@@ -32,7 +32,7 @@ INTERPRETER_PAUSE_NS = 500_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-    """A collective, or a named range on the host; nanoseconds from the start of the step."""
+    """A collective, or a named range; nanoseconds from the start of the step."""
 
     name: str
     start: int
@@ -57,7 +57,7 @@ class StepTimes:
     messages: tuple[Span, ...]
     """Collectives."""
     ranges: tuple[Span, ...]
-    """Named ranges on the host."""
+    """Named ranges on the host. On a GPU, each from the first to the last kernel launched in it."""
 
     @property
     def num_spans(self) -> int:
@@ -76,13 +76,14 @@ class StepRoles:
 
     def __init__(self, events: EventTable, catalog: Catalog, *, has_device: bool) -> None:
         roles = catalog.roles()[events["key"]]
-        work, communication, ranges = (
-            (Role.DEVICE_WORK, Role.DEVICE_COMMUNICATION, Role.DEVICE_RANGE)
+        work, communication = (
+            (Role.DEVICE_WORK, Role.DEVICE_COMMUNICATION)
             if has_device
-            else (Role.HOST_WORK, Role.HOST_COMMUNICATION, Role.HOST_RANGE)
+            else (Role.HOST_WORK, Role.HOST_COMMUNICATION)
         )
         self.communication = events[roles == communication]
-        self.ranges = events[roles == ranges]
+        self.launchers = events[roles == Role.HOST_WORK] if has_device else None
+        """Operators of the host that launch the work; None if they are the work."""
         self.host_ranges = events[roles == Role.HOST_RANGE]
         # Work on a collective's thread, such as a reduction, is part of the collective. A thread
         # that also has host ranges is the step's main thread, which may send and receive itself.
@@ -95,8 +96,16 @@ class StepRoles:
         self.has_device = has_device
 
 
-def step_times(roles: StepRoles, catalog: Catalog, start: int, end: int) -> StepTimes:
-    """Computes the time breakdown of the step from `start` to `end`."""
+def step_times(
+    roles: StepRoles, moments: Intervals, catalog: Catalog, start: int, end: int
+) -> StepTimes:
+    """Computes the time breakdown of the step from `start` to `end`.
+
+    `moments` are those at which the host launched the work.
+    """
+    ranges = roles.host_ranges
+    if roles.has_device:
+        ranges = _on_device(ranges, roles.work, moments)
     computing = _computing(roles, start, end)
     communicating = _set_of(roles.communication, start, end)
     overlapped = intervals.overlap(computing, communicating)
@@ -112,8 +121,19 @@ def step_times(roles: StepRoles, catalog: Catalog, start: int, end: int) -> Step
         computing=computing - start,
         communicating=communicating - start,
         messages=_spans(roles.communication, catalog, computing, start, end),
-        ranges=_spans(roles.host_ranges, catalog, computing, start, end),
+        ranges=_spans(ranges, catalog, computing, start, end),
     )
+
+
+def _on_device(ranges: EventTable, work: EventTable, moments: Intervals) -> EventTable:
+    """Returns the ranges in which work was launched, with the time of that work."""
+    work = work[np.argsort(moments, kind="stable")]
+    moments = np.sort(moments)
+    first, last = (np.searchsorted(moments, ranges[side]) for side in ("start", "end"))
+    placed = ranges[last > first].copy()
+    for row, begin, end in zip(placed, first[last > first], last[last > first], strict=True):
+        row["start"], row["end"] = work["start"][begin:end].min(), work["end"][begin:end].max()
+    return placed
 
 
 def _computing(roles: StepRoles, start: int, end: int) -> Intervals:

@@ -87,6 +87,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// Tells torch's profiler of memory that has been allocated, or is about to be freed.
+void report(void* address, bool is_freed) {
+  if (!address || !c10::memoryProfilingEnabled()) return;
+  auto [bytes, device] = allocated_at(address);
+  auto numbers = statistics(device);
+  c10::reportMemoryUsageToProfiler(address, is_freed ? -int64_t(bytes) : int64_t(bytes),
+                                   numbers.allocated - (is_freed ? bytes : 0), numbers.reserved,
+                                   c10::Device(kType, c10::DeviceIndex(device)));
+}
+
+void free_reported(void* address) {
+  report(address, true);
+  deallocate(address);
+}
+
 struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     int device = current_device();
@@ -96,9 +111,10 @@ struct Allocator final : c10::DeviceAllocator {
     } catch (const std::bad_alloc&) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "emulated device out of memory: tried to allocate ", bytes, " bytes");
     }
-    return {address, address, &deallocate, c10::Device(kType, c10::DeviceIndex(device))};
+    report(address, false);
+    return {address, address, &free_reported, c10::Device(kType, c10::DeviceIndex(device))};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_reported; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     auto source = reinterpret_cast<uintptr_t>(from), target = reinterpret_cast<uintptr_t>(to);
     launch(emulated::current(current_device()), "copy_data", {{source, source + bytes, false}, {target, target + bytes, true}},

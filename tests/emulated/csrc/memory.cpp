@@ -177,6 +177,13 @@ void deallocate(void* address) {
   own.awaiting.push_back(block);
 }
 
+Allocated allocated_at(void* address) {
+  auto& own = memory();
+  std::lock_guard<std::mutex> lock(own.mutex);
+  Block* block = own.blocks.at(reinterpret_cast<uintptr_t>(address));
+  return {block->used, block->device};
+}
+
 void use_in_stream(void* address, int64_t stream_id) {
   auto& own = memory();
   std::lock_guard<std::mutex> lock(own.mutex);

@@ -99,6 +99,11 @@ void forbid_synchronizations(bool forbid);
 void* alias_of(const void* address);
 void* allocate(size_t bytes, int device, int64_t stream_id);
 void deallocate(void* address);
+struct Allocated {
+  size_t bytes;
+  int device;
+};
+Allocated allocated_at(void* address);
 void use_in_stream(void* address, int64_t stream_id);
 void release_cached();
 struct Statistics {

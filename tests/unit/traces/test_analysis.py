@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.ranges import FORWARD, WAIT, short_name, step_range
+from paceline.core.ranges import BACKWARD, FORWARD, OPTIMIZER, WAIT, short_name, step_range
 from paceline.traces.analysis import StepOverlap, TraceAnalysis, analyse_trace
 from paceline.traces.catalog import FUNCTIONAL_WAIT, OpClass
 from paceline.traces.operators import EVERYWHERE
@@ -216,7 +216,8 @@ def test_kernels_and_nccl_make_the_time_line_of_a_gpu() -> None:
             "kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 6, 14, thread=20
         ),
         _span("gpu_memcpy", "Memcpy DtoD", 10, 11, thread=7),
-        _span("gpu_user_annotation", FORWARD, 2, 9, thread=7),
+        _span("user_annotation", FORWARD, 1, 3),
+        _span("gpu_user_annotation", FORWARD, 2, 12, thread=7),
         _span("gpu_user_annotation", "nccl:all_reduce", 6, 14, thread=20),
     ]
     analysis = _analyse(spans)
@@ -229,6 +230,62 @@ def test_kernels_and_nccl_make_the_time_line_of_a_gpu() -> None:
         (EVERYWHERE, OpClass.MATMUL),
         (EVERYWHERE, OpClass.COPY),
     ]
+
+
+def test_a_kernel_belongs_to_the_ranges_in_which_it_was_launched() -> None:
+    products = ((5, 7), (7, 3))
+    launched = {1: (1, MAIN, "aten::mm"), 2: (4, OTHER, "aten::mm"), 3: (8, MAIN, "aten::add_")}
+    spans = [
+        _span("user_annotation", step_range(""), 0, 40),
+        _span("user_annotation", FORWARD, 0, 2),
+        # A thread of autograd launches while the main thread waits in the range.
+        _span("user_annotation", BACKWARD, 3, 6),
+        _span("user_annotation", OPTIMIZER, 7, 10),
+        _span("user_annotation", "Optimizer.step#SGD.step", 7, 10),
+        *(
+            Span(
+                "cpu_op", name, start * UNIT_US, UNIT_US, thread, input_dims=products, operator=key
+            )
+            for key, (start, thread, name) in launched.items()
+        ),
+        # The device runs behind the host; its own ranges miss what inner ranges and threads launch.
+        _span("gpu_user_annotation", BACKWARD, 12, 13, thread=7),
+        *(
+            Span("kernel", name, start * UNIT_US, length * UNIT_US, 7, operator=key)
+            for name, key, start, length in (
+                ("gemm forward", 1, 10, 2),
+                ("memset", 2, 12, 1),
+                ("gemm backward", 2, 14, 5),
+                ("split-k of gemm", 2, 20, 3),
+                ("multi_tensor_apply", 3, 24, 6),
+                ("launched before the trace", 99, 30, 1),
+                ("launched by nobody", "what", 31, 1),
+            )
+        ),
+    ]
+    analysis = _analyse(spans)
+    (step,) = analysis.steps
+    lasting = {short_name(s.name): (_units(s.start), _units(s.end)) for s in step.times.ranges}
+    assert lasting.pop("step") == (10, 32)
+    assert lasting == {
+        "forward": (10, 12),
+        "backward": (12, 23),
+        "optimizer": (24, 30),
+        "Optimizer.step#SGD.step": (24, 30),
+    }
+    found: dict[str, dict[str, int]] = {}
+    for row in analysis.operators:
+        found.setdefault(row.range_name, {})[row.name] = row.flops
+    everything = found.pop(EVERYWHERE)
+    assert len(everything) == 7
+    # Of the kernels of one product, the longest counts as its matmul.
+    of_optimizer = {"multi_tensor_apply": 0}
+    assert found == {
+        short_name(FORWARD): {"gemm forward": 210},
+        short_name(BACKWARD): {"memset": 0, "gemm backward": 210, "split-k of gemm": 0},
+        short_name(OPTIMIZER): of_optimizer,
+        "Optimizer.step#SGD.step": of_optimizer,
+    }
 
 
 def test_what_an_operator_takes_longer_beside_communication_is_contention() -> None:

@@ -18,6 +18,8 @@ class Span(msgspec.Struct, frozen=True):
     thread: int = 1
     process: int = 0
     input_dims: tuple[tuple[int, ...], ...] = ()
+    operator: object = None
+    """The operator's number, or that of the operator that launched a kernel."""
 
     def as_event(self) -> dict[str, Any]:
         """Returns the event in the JSON form of a trace."""
@@ -32,6 +34,8 @@ class Span(msgspec.Struct, frozen=True):
         }
         if self.input_dims:
             event["args"] = {"External id": 1, "Input Dims": self.input_dims}
+        if self.operator is not None:
+            event.setdefault("args", {})["External id"] = self.operator
         return event
 
 
