@@ -63,6 +63,7 @@ class ChaosConfig:
     hosts_per_site: int = 0
     """Hosts of each site of the lab, with one process each; 0 to run on this machine."""
     num_sites: int = 1
+    """Sites of the lab, which share nothing but their uplinks."""
     disk_bytes: int = 0
     """Size of the disk that is mounted for the run; 0 for none."""
     reference: pathlib.Path | None = None
