@@ -32,7 +32,8 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.format import Json
 from paceline.checkpoint.storage import CheckpointStorage, open_checkpoints
 
-_TIMEOUT = datetime.timedelta(minutes=30)
+GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+"""Timeout of messages about checkpoints."""
 
 
 class Checkpointer:
@@ -157,7 +158,7 @@ class Checkpointer:
 
 def new_group() -> dist.ProcessGroup | None:
     """Creates a CPU process group of all ranks, so that messages do not mix with training's."""
-    return dist.new_group(backend="gloo", timeout=_TIMEOUT) if dist.is_initialized() else None
+    return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if dist.is_initialized() else None
 
 
 class _Saving:

@@ -77,44 +77,48 @@ _MOST_RANKS = 4
 """Maximum number of ranks that a message names."""
 
 
-def compare_replicas(tensors: Iterable[StateTensor], device: torch.device) -> str | None:
+def compare_replicas(
+    tensors: Iterable[StateTensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> str | None:
     """Returns which ranks differ from the others, and in which tensor; None if all agree.
 
-    All ranks must call it, and get the same answer.
+    All ranks of the group, by default all, must call it, and get the same answer.
     """
     replicated = [each for each in tensors if each.is_replicated]
     hashes = digests([each.values for each in replicated], device)
     total = combined(hashes)
     # All are equal if maximum and minimum are. ~x is -x - 1, which cannot overflow.
     extremes = torch.stack([total, ~total])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, inverse_of_smallest = extremes.tolist()
     if largest == ~inverse_of_smallest:
         return None
-    totals = _from_each_rank(total)
+    totals = _from_each_rank(total, group)
+    ranks = dist.get_process_group_ranks(group)
     most_common, number = collections.Counter(totals).most_common(1)[0]
     reference = totals.index(most_common)
     theirs = hashes.clone()
-    dist.broadcast(theirs, reference)
+    dist.broadcast(theirs, group=group, group_src=reference)
     differing = (hashes != theirs).nonzero().flatten()
     first = differing[0] if len(differing) else torch.tensor(-1, device=device)
-    names = [replicated[index].name for index in _from_each_rank(first)]
+    names = [replicated[index].name for index in _from_each_rank(first, group)]
     others = [rank for rank, own in enumerate(totals) if own != most_common]
     if 2 * number > len(totals):
         return "; ".join(
-            f"rank {rank} differs from {number} of {len(totals)} ranks, first in {names[rank]}"
+            f"rank {ranks[rank]} differs from {number} of {len(totals)} ranks, first in "
+            f"{names[rank]}"
             for rank in others[:_MOST_RANKS]
         )
     return (
-        f"ranks {reference} and {others[0]} differ, first in {names[others[0]]}, and "
+        f"ranks {ranks[reference]} and {ranks[others[0]]} differ, first in {names[others[0]]}, and "
         "without a majority it is not known which one is corrupted; set watch.hash_at_rest to "
         "find out"
     )
 
 
-def _from_each_rank(number: Tensor) -> list[int]:
-    gathered = number.new_empty(dist.get_world_size())
-    all_gather_single(gathered, number.view(1))
+def _from_each_rank(number: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    gathered = number.new_empty(dist.get_world_size(group))
+    all_gather_single(gathered, number.view(1), group=group)
     values: list[int] = gathered.tolist()
     return values
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from paceline.health.checksum import StateChecksum, StateTensor, compare_replicas
 from paceline.health.config import SPIKE, STRAGGLER, HealthConfig
 from paceline.health.hang import Watchdog
 from paceline.health.stragglers import Stragglers
+from paceline.parallel.ranks.collectives import from_all, reduce_numbers
 from paceline.parallel.ranks.pending import waited_s
 
 _STEPS = 100
@@ -31,7 +33,7 @@ class HealthMonitor:
     """Guards the steps of a run; every rank creates one and makes the same calls.
 
     `tensors` returns this rank's weights and optimizer state. The watchdog knows how long this
-    process was stopped.
+    process was stopped. `replicas` are the ranks whose weights are equal, by default all.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class HealthMonitor:
         device: torch.device,
         world_size: int,
         watchdog: Watchdog,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._config = config
         self._tensors = tensors
         self._device = device
         self._world_size = world_size
+        self._replicas = replicas
         self._checksum = StateChecksum(tensors, device) if config.hash_at_rest else None
         self._losses = RecentLosses(config.spike_threshold)
         self._stragglers: Stragglers | None = None
@@ -117,11 +121,20 @@ class HealthMonitor:
         every = self._config.hash_every_steps
         if not every or self._world_size == 1 or not (at_once or step % every == 0):
             return None
-        found = compare_replicas(self._tensors(), self._device)
+        found = compare_replicas(self._tensors(), self._device, self._replicas)
+        if self._replicas is not None:
+            found = self._from_any_rank(found)
         if found is None or self._checksum is None:
             return found
         self._checksum.is_damaged()  # A rank whose state changed at rest is corrupted.
         return self._checksum.explain() or found
+
+    def _from_any_rank(self, found: str | None) -> str | None:
+        """Returns what the ranks have found that are replicas of each other, on all ranks."""
+        (is_found,) = reduce_numbers([found is not None], dist.ReduceOp.MAX, self._device)
+        if not is_found:
+            return None
+        return "; ".join(dict.fromkeys(each for each in from_all(found, None) if each is not None))
 
     def explain_corruption(self) -> str:
         """Returns which ranks' state changed at rest; all ranks must call it after a skip."""

@@ -56,14 +56,18 @@ def apply_strategy(
     module: nn.Module,
     bucket_size_mb: BucketSize | None = None,
     compression: Compression = "none",
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Wraps a module for data-parallel training over all ranks; "none" returns it unchanged.
+    """Wraps a module for data-parallel training over a group; "none" returns it unchanged.
 
-    Without a bucket size, each strategy uses its own default.
+    The group is by default all ranks. Without a bucket size, each strategy uses its own default.
     """
     name = find_strategy(name)
     require_compression(name, compression)
     options: dict[str, Any] = {}
+    if group is not None and name != "none":
+        options["process_group"] = group
     if bucket_size_mb is not None:
         if name not in BUCKET_STRATEGIES:
             raise UsageError(f"strategy {name!r} has no buckets, so no bucket size applies to it")
@@ -81,6 +85,7 @@ def make_optimizer(
     optimizer_cls: type[Optimizer],
     *,
     groups: Sequence[dict[str, Any]] | None = None,
+    process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Optimizer:
     """Creates the optimizer of a model that a strategy has wrapped.
@@ -90,23 +95,25 @@ def make_optimizer(
         model: The wrapped model.
         optimizer_cls: A torch optimizer class.
         groups: Parameter groups; by default one group with all of the model's parameters.
+        process_group: The ranks over which the strategy has wrapped the model; by default all.
         options: Keyword arguments for the optimizer.
     """
     name = find_strategy(name)
     parameters = list(model.parameters()) if groups is None else list(groups)
-    if name == "torch_zero" and dist.get_world_size() > 1:
+    if name == "torch_zero" and dist.get_world_size(process_group) > 1:
         # This import compiles torch's functional optimizers: a sixth of a rank's import time.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
             parameters,
             optimizer_cls,
+            process_group=process_group,
             # Its fastest setting: one broadcast per rank instead of one per parameter.
             parameters_as_bucket_view=True,
             **options,
         )
     if name in _SHARD_THE_OPTIMIZER:
-        return ShardedOptimizer(parameters, optimizer_cls, **options)
+        return ShardedOptimizer(parameters, optimizer_cls, process_group=process_group, **options)
     return optimizer_cls(parameters, **options)
 
 
@@ -170,15 +177,19 @@ def synchronization_stats(module: nn.Module) -> SynchronizationStats | None:
 
 
 def _torch_ddp(
-    module: nn.Module, bucket_size_mb: BucketSize | None = None, compression: Compression = "none"
+    module: nn.Module,
+    bucket_size_mb: BucketSize | None = None,
+    compression: Compression = "none",
+    process_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
     if bucket_size_mb == "auto":
         raise UsageError("torch_ddp cannot choose a bucket size; give it a number")
-    if dist.get_world_size() == 1:
+    if dist.get_world_size(process_group) == 1:
         return module
     sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent_buffers(module))}
     ddp = DistributedDataParallel(
         module,
+        process_group=process_group,
         bucket_cap_mb=bucket_size_mb,
         # DDP's fastest settings: gradients are views of the buckets, and the graph is static.
         gradient_as_bucket_view=True,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -110,10 +110,13 @@ class _CountedReduceScatter(DefaultReduceScatter):
 _known: MutableMapping[nn.Module, Traffic] = weakref.WeakKeyDictionary()
 
 
-def apply_fsdp2(module: nn.Module) -> nn.Module:
+def apply_fsdp2(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Shards each block, then the remaining parameters, as FSDP2's documentation recommends."""
     device = next(module.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if process_group is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh.from_group(process_group, device.type)
     traffic = TorchTraffic(device)
     # Both hooks run before FSDP2's own: this one is registered first, the other is prepended.
     module.register_forward_hook(traffic.after_forward)

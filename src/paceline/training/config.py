@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from paceline.core.errors import UsageError
 from paceline.core.hardware import DeviceName
+from paceline.core.outer import OuterCompression, OuterSettings, default_update
 from paceline.core.presets import model_preset
 from paceline.core.specs import ModelShape, require_context
 from paceline.core.strategies import (
@@ -203,6 +204,50 @@ class ScheduleConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """Sites with slow links: each trains its own copy of the model, and they average it rarely."""
+
+    sites: int = 1
+    """Number of sites; the first ranks are those of the first site, and so on. parallel.strategy
+    is that of the ranks of a site. With 1, the keys below have no effect."""
+    every_steps: int = 30
+    """Steps between two exchanges of the same parameters."""
+    fragments: int = 1
+    """Parts of the parameters that are sent one after the other, spread over every_steps."""
+    delay_steps: int = 0
+    """Steps for which training goes on while a fragment is in flight; 0 to wait for it."""
+    learning_rate: float | None = None
+    """Learning rate of the outer optimizer; by default 1 in a run of fewer than 100 rounds, which
+    with no momentum sets parameters to their mean, and in longer runs the published 0.7."""
+    momentum: float | None = None
+    """Its Nesterov momentum; by default 0 in a run of fewer than 100 rounds, and else the published
+    0.9."""
+    compression: OuterCompression = "int4"
+    """How parameters are sent between sites, both ways: none is float32; int8 and int4 need the
+    extra compression to be fast on CPUs."""
+
+    def __post_init__(self) -> None:
+        if self.sites < 1:
+            raise UsageError(f"parallel.outer.sites {self.sites} must be 1 or more")
+        self.settings(self.every_steps)  # Raises if they do not fit together.
+
+    def settings(self, num_steps: int) -> OuterSettings:
+        """Returns the settings for a run of so many steps."""
+        learning_rate, momentum = default_update(num_steps / max(1, self.every_steps))
+        try:
+            return OuterSettings(
+                every_steps=self.every_steps,
+                fragments=self.fragments,
+                delay_steps=self.delay_steps,
+                learning_rate=learning_rate if self.learning_rate is None else self.learning_rate,
+                momentum=momentum if self.momentum is None else self.momentum,
+                compression=self.compression,
+            )
+        except UsageError as error:
+            raise UsageError(f"parallel.outer: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Parallelism: how the ranks share the work."""
 
@@ -241,6 +286,7 @@ class ParallelConfig:
     """Seconds without a heartbeat after which a replica counts as lost."""
     replica_timeout_s: float = 60.0
     """Seconds after which a replica that is alive but unresponsive counts as lost."""
+    outer: OuterConfig = dataclasses.field(default_factory=OuterConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", find_strategy(self.strategy))
@@ -248,7 +294,10 @@ class ParallelConfig:
         _require_positive("parallel", self, "heartbeat_timeout_s", "replica_timeout_s")
         axes = ("tensor", "context", "pipeline", "interleave", "replicate")
         _require_positive("parallel", self, *axes)
-        self._require_compression(any(getattr(self, axis) > 1 for axis in axes))
+        has_mesh = any(getattr(self, axis) > 1 for axis in axes)
+        self._require_compression(has_mesh)
+        if self.outer.sites > 1:
+            self._require_sites(has_mesh)
         if self.elastic == "replicas" and any(getattr(self, axis) > 1 for axis in axes):
             raise UsageError(
                 "parallel.elastic replicas has one rank in each replica; leave parallel.tensor and "
@@ -273,13 +322,39 @@ class ParallelConfig:
                 "parallel.tensor and the other axes at 1, and parallel.elastic none"
             )
 
+    def _require_sites(self, has_mesh: bool) -> None:
+        sites = f"parallel.outer.sites {self.outer.sites}"
+        if has_mesh or self.elastic == "replicas":
+            raise UsageError(
+                f"{sites} has data-parallel ranks only inside a site; leave parallel.tensor and "
+                "the other axes at 1, and parallel.elastic none"
+            )
+        if self.compression != "none":
+            raise UsageError(
+                f"{sites} compresses with parallel.outer.compression between sites, and not inside "
+                "a site; leave parallel.compression none"
+            )
+
     @property
     def default_ranks(self) -> int:
-        """Ranks to start on a host without GPUs: a replica alone has no other to heal from."""
-        return 2 if self.elastic == "replicas" else 1
+        """Ranks to start on a host without GPUs: one per site.
+
+        A replica alone has no other to heal from.
+        """
+        return 2 if self.elastic == "replicas" else self.outer.sites
+
+    def site_ranks(self, world_size: int) -> int:
+        """Returns the number of ranks of each site; raises if sites would differ."""
+        ranks, remainder = divmod(world_size, self.outer.sites)
+        if remainder or not ranks:
+            raise UsageError(
+                f"parallel.outer.sites {self.outer.sites} need equally many ranks each, and there "
+                f"are {world_size}; start a multiple of {self.outer.sites}"
+            )
+        return ranks
 
     def strategy_on(self, world_size: int) -> StrategyName:
-        """Returns the strategy; always "none" for a single rank."""
+        """Returns the strategy of so many ranks of a site; always "none" for a single rank."""
         return self.strategy if world_size > 1 else "none"
 
     def bucket_size_for(self, strategy: StrategyName) -> float | None:
@@ -388,6 +463,11 @@ class RunConfig:
             raise UsageError(
                 "parallel.elastic replicas already restores state from another replica's memory; "
                 "leave checkpoint.memory_every_steps at 0"
+            )
+        if self.parallel.outer.sites > 1 and self.checkpoint.memory_every_steps:
+            raise UsageError(
+                "parallel.outer.sites have checkpoints on disk only; leave "
+                "checkpoint.memory_every_steps at 0"
             )
         if self.schedule.warmup_steps > self.training.steps:
             raise UsageError(

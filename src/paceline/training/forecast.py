@@ -160,7 +160,8 @@ def forecast(
         config: The run.
         world_size: Number of ranks.
         calibration: Records of ``paceline calibrate`` for ``world_size * at_once`` ranks. They do
-            not measure packing: the time of steps with compressed gradients is not predicted.
+            not measure packing or slow links: the time of steps with compressed gradients or
+            several sites is not predicted.
         at_once: Number of such runs that share the machine.
         history: Earlier predictions and measurements.
         hardware: The machine, to select from the history; by default that of the calibration.
@@ -181,7 +182,8 @@ def forecast(
     step = dataclasses.replace(batch, accumulation_steps=passes)
     memory = _memory(config, shape, layout, step, world_size, on_accelerator=on_accelerator)
     step_time_s = None
-    if calibration is not None and config.parallel.compression == "none":
+    has_sites = config.parallel.outer.sites > 1
+    if calibration is not None and config.parallel.compression == "none" and not has_sites:
         known = calibrations(RecordStore(calibration).read())
         ranks = _calibrated_ranks(known, world_size * at_once, calibration)
         hardware = hardware or str(ranks.topology["hardware"])
@@ -248,19 +250,24 @@ def _memory(
     on_accelerator: bool,
 ) -> MemoryParts:
     precision = precision_preset(config.training.precision)
+    site_ranks = config.parallel.site_ranks(world_size)
     if needs_mesh(layout):
         return trainer_memory(layout, shape, step, precision, on_accelerator=on_accelerator)
     parts = step_memory(
         shape,
         step,
         precision,
-        config.parallel.strategy_on(world_size),
-        world_size,
+        config.parallel.strategy_on(site_ranks),
+        site_ranks,
         activation_checkpointing=config.model.activation_checkpointing,
         bucket_size_mb=config.parallel.bucket_size_mb,
         on_accelerator=on_accelerator,
     )["before_step"]
     left_out = compression_bytes(shape, config.parallel.compression, world_size)
+    outer = config.parallel.outer
+    if outer.sites > 1:
+        per_number = outer.settings(config.training.steps).state_bytes(outer.sites)
+        left_out += round(per_number * count_parameters(shape).total / site_ranks)
     return dataclasses.replace(parts, buffers=parts.buffers + left_out)
 
 

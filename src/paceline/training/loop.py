@@ -3,6 +3,9 @@
     resume > for every step: batch > learning rate > forward, backward, average, update >
     metrics row > compare ranks > evaluation and checkpoint if due > agree on whether to continue
 
+Several sites average their parameters while the optimizer steps, and once more after the last step,
+so that the run ends with one model.
+
 Everything that ranks must agree on (loss, whether to update, whether to stop) is a result of the
 step itself, so that no rank ever leaves the loop alone. The checks made meanwhile are those of
 `paceline.health`. Elastic replicas join the loop through `paceline.training.replicas`, which agrees
@@ -19,18 +22,21 @@ import torch
 from torch import nn
 
 from paceline.core.host import resident_bytes
+from paceline.core.units import format_decimal
 from paceline.data.loader.torch_batches import TorchLoader
 from paceline.devices import accelerator
 from paceline.health.config import HealthConfig
 from paceline.health.hang import Watchdog
 from paceline.health.monitor import HealthMonitor
 from paceline.parallel import Session
+from paceline.parallel.outer.exchange import ExchangeReport
 from paceline.parallel.ranks.heartbeats import Phase, beat, beat_step
 from paceline.parallel.strategies import record_statistics, synchronization_stats
 from paceline.training.config import RunConfig
 from paceline.training.evaluation import HeldOut, Sampler
 from paceline.training.metrics import (
     CHECKPOINT,
+    EXCHANGED,
     LOST,
     SAVED,
     STARTED,
@@ -182,6 +188,9 @@ def train(
                 continue
             step += 1
             loss = result.loss
+            outer = train_state.outer
+            if outer is not None and step == num_steps:
+                outer.finish()
             first_sample, num_tokens = batch.first_sample, step * config.tokens_per_step
             if replicas is not None:
                 first_sample, num_tokens = replicas.after_update()
@@ -203,6 +212,8 @@ def train(
                     memory_bytes=seen.memory_bytes,
                 )
             )
+            if outer is not None and (exchange := outer.take_last_exchange()) is not None:
+                observer.log(exchange_event(step, exchange))
             beat_step(step, step - first_step)
             for name, message in monitor.findings(step, result.loss):
                 observer.log(EventRow(step=step, name=name, message=message))
@@ -272,7 +283,29 @@ def make_monitor(
         report=report_lost,
         timeout_s=timeout_s,
     )
-    return HealthMonitor(health, train_state.tensors, session.device, session.world_size, watchdog)
+    return HealthMonitor(
+        health, train_state.tensors, session.device, session.world_size, watchdog, train_state.site
+    )
+
+
+def exchange_event(step: int, report: ExchangeReport) -> EventRow:
+    """Returns the event of a fragment's exchange that ended with a step."""
+    return EventRow(
+        step=step,
+        name=EXCHANGED,
+        message=(
+            f"fragment {report.fragment} of step {report.step}, "
+            f"{format_decimal(report.sent_bytes, 'B')} in {report.in_flight_s:.3g} s"
+        ),
+        time_s=report.exposed_s,
+        details={
+            "fragment": report.fragment,
+            "sent_bytes": report.sent_bytes,
+            "in_flight_s": report.in_flight_s,
+            "own_drift": report.own_drift,
+            "mean_drift": report.mean_drift,
+        },
+    )
 
 
 def _log_notices(observer: Observer, step: int, checkpointer: RunCheckpointer) -> None:

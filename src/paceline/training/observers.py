@@ -240,7 +240,11 @@ class RecordObserver(Observer):
 def run_case(run: ResolvedRun, session: Session) -> dict[str, CaseValue]:
     """Returns every setting that affects the expected speed and loss of a run."""
     config, location = run.config, describe_hardware(session.device)
-    strategy = config.parallel.strategy_on(session.world_size)
+    strategy = config.parallel.strategy_on(config.parallel.site_ranks(session.world_size))
+    layout = describe(run.layout) if needs_mesh(run.layout) else None
+    if config.parallel.outer.sites > 1:
+        settings = config.parallel.outer.settings(config.training.steps)
+        layout = f"{config.parallel.outer.sites} sites, {settings}"
     return {
         "strategy": strategy,
         "bucket_size_mb": config.parallel.bucket_size_for(strategy),
@@ -254,7 +258,7 @@ def run_case(run: ResolvedRun, session: Session) -> dict[str, CaseValue]:
         "num_hosts": session.placement.num_hosts,
         "backend": session.backend,
         **location.as_case(),
-        "layout": describe(run.layout) if needs_mesh(run.layout) else None,
+        "layout": layout,
         "steps": config.training.steps,
         "batch_size": config.training.batch_size,
         "learning_rate": config.optimizer.learning_rate,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,15 +22,19 @@ PEAK = "peak_learning_rate"
 
 
 def make_optimizers(
-    config: OptimizerConfig, strategy: StrategyName, model: nn.Module
+    config: OptimizerConfig,
+    strategy: StrategyName,
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Optimizer]:
     """Creates AdamW for all parameters, or Muon for the matrices of blocks and AdamW for the rest.
 
-    The keys are the names of the optimizers in checkpoints.
+    The keys are the names of the optimizers in checkpoints. The group is that over which the
+    strategy has wrapped the model.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.name == "adamw":
-        return {"adamw": _adamw(config, strategy, model, named)}
+        return {"adamw": _adamw(config, strategy, model, named, group)}
     if strategy in SHARDED_STATE:
         raise UsageError(
             f"optimizer.name muon needs whole matrices on each rank, but {strategy} shards them; "
@@ -43,7 +48,7 @@ def make_optimizers(
         lr=config.muon_learning_rate,
         weight_decay=config.weight_decay,
     )
-    return {"muon": muon, "adamw": _adamw(config, strategy, model, rest)}
+    return {"muon": muon, "adamw": _adamw(config, strategy, model, rest, group)}
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> None:
@@ -58,6 +63,7 @@ def _adamw(
     strategy: StrategyName,
     model: nn.Module,
     named: Sequence[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None,
 ) -> Optimizer:
     # Only matrices are decayed: norms and biases must keep their scale.
     groups: list[dict[str, Any]] = [
@@ -68,7 +74,8 @@ def _adamw(
         strategy,
         model,
         torch.optim.AdamW,
-        groups=[{**group, PEAK: config.learning_rate} for group in groups if group["params"]],
+        groups=[{**each, PEAK: config.learning_rate} for each in groups if each["params"]],
+        process_group=group,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

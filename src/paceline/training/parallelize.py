@@ -9,6 +9,7 @@ each depend on how many were drawn before.
 
 import contextlib
 import dataclasses
+import datetime
 import pathlib
 from collections.abc import Iterable
 from typing import Literal, Self
@@ -30,7 +31,7 @@ from paceline.models import TransformerLM
 from paceline.models.hugging_face import HuggingFaceLM
 from paceline.models.layers import RMSNorm
 from paceline.models.transformer import TransformerStage, draw_weight
-from paceline.parallel import Session
+from paceline.parallel import OuterLoop, Session
 from paceline.parallel.dtensor import local_tensor, whole_tensor
 from paceline.parallel.mesh.context import ContextShare
 from paceline.parallel.mesh.layout import MeshGroups, apply_layout, clip_grad_norm
@@ -315,6 +316,13 @@ class TrainState:
     """This rank's shard of each batch."""
     parallel_model: ParallelModel | None = None
     """The mesh that the model is on; None if ranks are only data-parallel."""
+    outer: OuterLoop | None = None
+    """Averages the model over several sites; None if there is one."""
+
+    @property
+    def site(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks that train one copy of the model; None if all ranks do."""
+        return None if self.outer is None else self.outer.inner_group
 
     @property
     def stages(self) -> dist.ProcessGroup | None:
@@ -350,20 +358,68 @@ def build(config: RunConfig, layout: ParallelLayout, session: Session) -> TrainS
     if config.model.compile_blocks and isinstance(module, TransformerLM):
         module.compile_blocks()
     # 3. The strategy wraps or shards the parameters; 4. optimizers get the result.
-    strategy = config.parallel.strategy_on(session.world_size)
+    sites = make_site_groups(config, session) if config.parallel.outer.sites > 1 else None
+    inside = None if sites is None else sites.inside
+    strategy = config.parallel.strategy_on(config.parallel.site_ranks(session.world_size))
     model = apply_strategy(
         strategy,
         module,
         config.parallel.bucket_size_for(strategy),
         config.parallel.compression if strategy != "none" else "none",
+        group=inside,
     )
-    optimizers = make_optimizers(config.optimizer, strategy, model)
+    optimizers = make_optimizers(config.optimizer, strategy, model, inside)
+    # 5. The outer loop follows the optimizer that steps last.
+    outer = None
+    if sites is not None:
+        outer = OuterLoop(
+            model,
+            [*optimizers.values()][-1],
+            group=sites.across,
+            inner_group=sites.inside,
+            **dataclasses.asdict(config.parallel.outer.settings(config.training.steps)),
+        )
     return TrainState(
         module=module,
         model=model,
         optimizers=optimizers,
         strategy=strategy,
         data_shard=DataShard.of_data_parallel(session.rank, session.world_size),
+        outer=outer,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteGroups:
+    """The groups of a rank of one of several sites."""
+
+    across: dist.ProcessGroup
+    """The ranks of the same place in each site."""
+    inside: dist.ProcessGroup
+    """The ranks of this site."""
+
+
+def make_site_groups(config: RunConfig, session: Session) -> SiteGroups:
+    """Creates the groups of this rank; all ranks must call it."""
+    sites = config.parallel.outer.sites
+    timeout = datetime.timedelta(seconds=config.parallel.timeout_s)
+    ranks = config.parallel.site_ranks(session.world_size)
+    if config.training.batch_size % session.world_size:
+        raise UsageError(
+            f"parallel.outer.sites {sites} need equal shares of every batch, and "
+            f"training.batch_size {config.training.batch_size} is not divisible by "
+            f"{session.world_size} ranks; change training.batch_size"
+        )
+    site, place = divmod(session.rank, ranks)
+
+    def join(members: range) -> dist.ProcessGroup:
+        group = dist.new_group([*members], timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    return SiteGroups(
+        across=join(range(place, session.world_size, ranks)),
+        inside=join(range(site * ranks, (site + 1) * ranks)),
     )
 
 

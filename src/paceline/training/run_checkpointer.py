@@ -1,7 +1,7 @@
 """Saves and restores the state of a run: weights, optimizers, data position, random state.
 
 Saved states do not depend on world size or strategy: a run can resume with any of them. Their
-metadata identifies the model.
+metadata identifies the model. Several sites save states of their own.
 """
 
 import dataclasses
@@ -35,6 +35,13 @@ from paceline.records.store import UNDECODABLE
 from paceline.training.config import RunConfig
 from paceline.training.parallelize import TrainState
 from paceline.training.run_directory import CHECKPOINTS, DIVERGED
+from paceline.training.site_checkpoints import (
+    directory_of_site,
+    load_newest_of_all,
+    load_outer_state,
+    new_site_group,
+    outer_state,
+)
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,14 +121,20 @@ class RunCheckpointer:
     """
 
     def __init__(self, config: RunConfig, session: Session) -> None:
-        directory = pathlib.Path(config.out)
+        directory = directory_of_site(config, session)
         settings = config.checkpoint
+        self._has_sites = config.parallel.outer.sites > 1
+        self._num_ranks = config.parallel.site_ranks(session.world_size)
+        self._config = config
         self._session = session
         self._location = str(directory / CHECKPOINTS)
         self._diverged = str(directory / DIVERGED)
         self._identity = _identity(config)
         self._checkpointer = Checkpointer(
-            self._location, keep=settings.keep_last, asynchronous=settings.asynchronous
+            self._location,
+            keep=settings.keep_last,
+            asynchronous=settings.asynchronous,
+            group=new_site_group(config, session) if self._has_sites else None,
         )
         self._memory: MemoryTier | None = None
         if settings.memory_every_steps:
@@ -155,7 +168,8 @@ class RunCheckpointer:
         batch.
         """
         self._checkpointer.wait()
-        with Checkpointer(self._diverged, keep=1, asynchronous=False) as checkpointer:
+        group = None if train_state.outer is None else new_site_group(self._config, self._session)
+        with Checkpointer(self._diverged, keep=1, asynchronous=False, group=group) as checkpointer:
             checkpointer.save(step, *self._state(train_state, loader))
         return self._diverged
 
@@ -178,9 +192,10 @@ class RunCheckpointer:
         if restored is None or restored.identity["data"] is None:
             return None  # Nothing, or only imported weights.
         loader.load_state_dict(restored.identity["data"])
-        if len(restored.ranks) == self._session.world_size:
+        if len(restored.ranks) == self._num_ranks:
             # Random states are per rank, so they cannot be restored at another world size.
-            restore_random_state(restored.ranks[self._session.rank]["random"], self._session.device)
+            own = restored.ranks[self._session.rank % self._num_ranks]
+            restore_random_state(own["random"], self._session.device)
         return restored.step
 
     def finish(self) -> None:
@@ -191,6 +206,12 @@ class RunCheckpointer:
             self._memory.finish()
 
     def _restore_from_disk(self, train_state: TrainState) -> Restored | None:
+        if self._has_sites:
+            group = self._checkpointer.group
+            assert group is not None
+            return load_newest_of_all(
+                self._checkpointer.location, lambda source: self._load(source, train_state), group
+            )
         return load_newest_valid(
             self._location, lambda source: self._load(source, train_state), self._checkpointer.group
         )
@@ -210,10 +231,12 @@ class RunCheckpointer:
     ) -> tuple[dict[str, Any], Json, Json]:
         """Returns the state, the run's metadata, and this rank's metadata."""
         identity = msgspec.structs.replace(self._identity, data=loader.state_dict())
+        state = training_state(train_state.model, train_state.optimizers, train_state.stages)
+        outer, outer_of_rank = outer_state(train_state.outer, self._session)
         return (
-            training_state(train_state.model, train_state.optimizers, train_state.stages),
+            {**state, **outer},
             msgspec.to_builtins(identity),
-            {"random": capture_random_state(self._session.device)},
+            {"random": capture_random_state(self._session.device), **outer_of_rank},
         )
 
     def _load(self, source: Source, train_state: TrainState) -> None:
@@ -226,6 +249,8 @@ class RunCheckpointer:
         has_trained = saved.data is not None
         optimizers = train_state.optimizers if has_trained else {}
         load_training_state(source, train_state.model, optimizers, train_state.stages)
+        if train_state.outer is not None:
+            load_outer_state(source, train_state.outer, self._session, is_new=not has_trained)
 
 
 def _identity(config: RunConfig) -> RunIdentity:

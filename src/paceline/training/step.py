@@ -11,6 +11,10 @@ Phases on every rank:
    of the health monitor. From these sums, all ranks decide identically whether to apply the update.
 4. The optimizers step, on all ranks or on none.
 
+Sites of an outer loop average gradients by themselves, and all of them take part in phase 3: it
+waits for the latency of the links between sites. Data, decisions and the record of what was trained
+on are those of a run with one site.
+
 Elastic replicas sum gradients and numbers over their own group instead, which outlives any of them,
 and then agree on whether the step commits: it does not if a replica was lost while it ran.
 """
@@ -79,6 +83,7 @@ class TrainingStep:
         self._replicas = replicas
         self._shard = train_state.data_shard
         self._parallel_model = train_state.parallel_model
+        self._is_one_of_sites = train_state.outer is not None
         # torch's DDP records its static graph in the first pass, which must average gradients.
         self._has_learned = not isinstance(self._model, DistributedDataParallel)
 
@@ -98,12 +103,17 @@ class TrainingStep:
         norm = self._clip(self._config.clip_norm or math.inf)
         counted = loss.double() * self._shard.loss_weight
         sums = torch.cat([counted.view(1), own])
+        if self._is_one_of_sites:
+            # Sites have other gradients, and must decide alike: the mean of their norms decides.
+            sums = torch.cat([sums, norm.to(sums).view(1) / dist.get_world_size()])
         if self._replicas is None:
             dist.all_reduce(sums)
         else:
             self._replicas.add_up(sums)
+        if not self._is_one_of_sites:
+            sums = torch.cat([sums, norm.to(sums).view(1)])
         # The host waits here and nowhere else in a step: all work has been launched.
-        total, num_stops, *rest, gradient_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
+        total, num_stops, *rest, gradient_norm = sums.tolist()
         result = StepResult(
             loss=total,
             gradient_norm=gradient_norm,

@@ -91,6 +91,7 @@ def test_nothing_is_predicted_of_a_model_that_is_not_known(
         (4, ["parallel.replicate=2", "parallel.strategy=fsdp"]),
         (None, ["parallel.elastic=replicas"]),
         (2, ["parallel.strategy=zero2", "parallel.compression=int4"]),
+        (4, ["parallel.strategy=fsdp", "parallel.outer.sites=2"]),
     ],
 )
 def test_a_dry_run_predicts_every_layout(
@@ -125,6 +126,33 @@ def test_a_dry_run_predicts_every_layout(
 def test_a_compression_that_cannot_run_is_refused(parallel: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         ParallelConfig(**parallel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["parallel.outer.sites=0"], "parallel.outer.sites 0 must be 1 or more"),
+        (["parallel.outer.every_steps=0"], "parallel.outer: every_steps 0 must be 1 or more"),
+        (["parallel.outer.delay_steps=30"], "parallel.outer: delay_steps 30 must be less"),
+        (["parallel.outer.sites=2", "parallel.tensor=2"], "leave parallel.tensor and the other"),
+        (["parallel.outer.sites=2", "parallel.elastic=replicas"], "and parallel.elastic none"),
+        (["parallel.outer.sites=2", "parallel.compression=int4"], "leave parallel.compression"),
+        (["parallel.outer.sites=2", "checkpoint.memory_every_steps=5"], "memory_every_steps at 0"),
+        (["parallel.outer.site=2"], "unknown key 'site'; did you mean 'sites'?"),
+    ],
+)
+def test_sites_that_cannot_run_are_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        decode_config(RUN, changes)
+
+
+def test_sites_average_as_the_length_of_the_run_suggests() -> None:
+    outer = decode_config(RUN, ["parallel.outer.sites=2"]).parallel.outer
+    short, long = outer.settings(2999), outer.settings(3000)
+    assert (short.learning_rate, short.momentum) == (1.0, 0.0)
+    assert (long.learning_rate, long.momentum) == (0.7, 0.9)
+    chosen = dataclasses.replace(outer, learning_rate=0.5, momentum=0.2).settings(3000)
+    assert (chosen.learning_rate, chosen.momentum) == (0.5, 0.2)
 
 
 def test_the_loss_at_the_end_is_predicted_from_smaller_runs(

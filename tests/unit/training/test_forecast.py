@@ -17,6 +17,7 @@ from paceline.training.config import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
+    OuterConfig,
     ParallelConfig,
     RunConfig,
     StepConfig,
@@ -102,6 +103,20 @@ def test_what_packed_messages_leave_out_needs_memory(
     )
     alone = forecast(dataclasses.replace(config, parallel=parallel), world_size=1)
     assert alone.memory == forecast(config, world_size=1).memory
+
+
+def test_a_site_shards_by_itself_and_keeps_the_outer_loops_state() -> None:
+    config = _config(1)
+    parallel = ParallelConfig(strategy="fsdp")
+    shared = dataclasses.replace(parallel, outer=OuterConfig(sites=2, learning_rate=0.7))
+    inside = forecast(dataclasses.replace(config, parallel=parallel), world_size=2)
+    twice = dataclasses.replace(config.training, batch_size=2 * config.training.batch_size)
+    config = dataclasses.replace(config, parallel=shared, training=twice)
+    sites = forecast(config, world_size=4)
+    assert sites.memory.parameters == inside.memory.parameters
+    # Common values, what is left out, and half of what is left out of averages; of half of each.
+    kept = (4 + 4 + 4 / 2) * sites.num_parameters / 2
+    assert sites.memory.buffers - inside.memory.buffers == pytest.approx(kept, rel=1e-6)
 
 
 def test_what_is_kept_in_memory_is_said() -> None:

@@ -136,10 +136,7 @@ class OuterLoop:
         self._flight: _Flight | None = None
         self.last_exchange: ExchangeReport | None = None
         """The last completed exchange."""
-        self._states = [
-            self._first_state(fragment, values)
-            for fragment, values in zip(self._fragments, self._common_values(), strict=True)
-        ]
+        self._states = self._first_states()
         self._queue = CompressedQueue(self._site.across, self._device, reads_values=True)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.after_step())
 
@@ -147,6 +144,16 @@ class OuterLoop:
     def step(self) -> int:
         """Number of steps of the inner optimizer."""
         return self._step
+
+    @property
+    def inner_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this site, if they divide what they replicate."""
+        return self._site.inside
+
+    @property
+    def num_sites(self) -> int:
+        """Number of sites."""
+        return self._site.num_sites
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +175,11 @@ class OuterLoop:
         if (number := self._schedule.sent(self._step)) is not None:
             self._send(number)
             self._apply_if_due()
+
+    def take_last_exchange(self) -> ExchangeReport | None:
+        """Returns the last exchange that has ended since the last call, if there is any."""
+        report, self.last_exchange = self.last_exchange, None
+        return report
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -213,12 +225,8 @@ class OuterLoop:
         Args:
             state: What `state_dict` has returned.
         """
-        for key, own in self._identity().items():
-            if state[key] != own:
-                raise UsageError(
-                    f"the state is of an outer loop with {key.replace('_', ' ')} {state[key]}, "
-                    f"and this one has {own}; make the loop as it was, or begin a new one"
-                )
+        self.require_loadable(state)
+        self._forget_flight()
         self._states = [
             self._loaded(own, found)
             for own, found in zip(self._states, state["fragments"], strict=True)
@@ -234,6 +242,35 @@ class OuterLoop:
             exchange=None,
             pending=None,
         )
+
+    def require_loadable(self, state: Mapping[str, Any]) -> None:
+        """Raises unless a state is of the same rank of the same loop; looks at no tensors.
+
+        Args:
+            state: As for `load_state_dict`.
+        """
+        for key, own in self._identity().items():
+            if state[key] != own:
+                raise UsageError(
+                    f"the state is of an outer loop with {key.replace('_', ' ')} {state[key]}, "
+                    f"and this one has {own}; make the loop as it was, or begin a new one"
+                )
+
+    def restart(self) -> None:
+        """Begins anew with the parameters that the first site has now, as after loading weights.
+
+        All ranks of all sites must call it.
+        """
+        self._forget_flight()
+        self._step = self._num_exchanges = 0
+        self._last_sent = [0] * self.settings.fragments
+        self._states = self._first_states()
+
+    def _forget_flight(self) -> None:
+        """Waits for an exchange whose result is not used, so that no site lacks its messages."""
+        if self._flight is not None and self._flight.pending is not None:
+            self._flight.pending.wait()
+        self._flight = None
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be equal to load a state, by name."""
@@ -284,6 +321,12 @@ class OuterLoop:
         found = sites.gather(digests(tensors, self._device).tolist())
         # Ranks of a site write together, so they must find the same.
         return self._site.any(any(other != found[0] for other in found))
+
+    def _first_states(self) -> list[FragmentState]:
+        return [
+            self._first_state(fragment, values)
+            for fragment, values in zip(self._fragments, self._common_values(), strict=True)
+        ]
 
     def _first_state(self, fragment: Fragment, values: Tensor) -> FragmentState:
         numbers = torch.zeros(fragment.length, device=self._device)
