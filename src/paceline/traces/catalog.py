@@ -131,7 +131,7 @@ _MAX_NAMES = 2**17
 _MAX_THREADS = 2**16
 _MAX_RANKS = 2**10
 _MAX_MOMENT_US = 2.0**50
-_MAX_NUMBER = 2**62
+_MAX_OPERATORS = 2**62
 PROFILER_STEP = "ProfilerStep"
 """Prefix of the names of the profiler's own steps."""
 
@@ -211,7 +211,10 @@ class Catalog:
             threads.append(thread)
             begins.append(event.ts)
             durations.append(event.dur)
-            operators.append(0 if event.args is None else _number_of(event.args.operator))
+            operator = None if event.args is None else event.args.operator
+            if not isinstance(operator, int) or not 0 < operator < _MAX_OPERATORS:
+                operator = 0
+            operators.append(operator)
         table = np.empty(len(keys), dtype=EVENT)
         table["key"], table["thread"], table["operator"] = keys, threads, operators
         begin, duration = np.array(begins), np.array(durations)
@@ -280,15 +283,6 @@ class Catalog:
                 self._rank_of_process[event.pid] = int(match[1])
             if len(self._rank_of_process) > _MAX_RANKS:
                 raise TraceError(f"{self._path}: more than {_MAX_RANKS} ranks")
-
-
-def _number_of(raw: msgspec.Raw) -> int:
-    """Returns the number of an operator; 0 if it is none."""
-    try:
-        number = int(bytes(raw))
-    except ValueError:
-        return 0
-    return number if 0 < number < _MAX_NUMBER else 0
 
 
 def _role_of(category: str, name: str) -> Role | None:

@@ -48,7 +48,7 @@ class EventArguments(msgspec.Struct, gc=False):
 
     name: msgspec.Raw = msgspec.Raw(b"")
     input_dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b""))
-    operator: msgspec.Raw = msgspec.field(name="External id", default=msgspec.Raw(b""))
+    operator: int | float | str | bool | None = msgspec.field(name="External id", default=0)
 
 
 class Event(msgspec.Struct, gc=False):
