@@ -75,6 +75,17 @@ def test_memory_that_others_could_have_written_to_is_refused(tmp_path: pathlib.P
         _open(tmp_path, tmp_path / "run")
 
 
+def test_memory_of_another_user_is_refused_though_nobody_else_can_open_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = _open(tmp_path, tmp_path / "run")
+    assert place.directory.stat().st_mode & 0o777 == 0o700
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        _open(tmp_path, tmp_path / "run")
+
+
 def test_room_for_a_replica_is_there_or_an_error(tmp_path: pathlib.Path) -> None:
     place = _open(tmp_path, tmp_path / "run")
     path = place.reserve(1, "id", "a.safetensors", 100)
