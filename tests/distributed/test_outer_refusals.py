@@ -312,6 +312,7 @@ def short_pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.host("the short timeout is gloo's")
 def test_a_site_that_does_not_come_is_an_error(short_pool: RankPool) -> None:
     text, _ = short_pool.run(_lost)
     assert "exchange 0 (fragment 0, step 1) between sites of" in text

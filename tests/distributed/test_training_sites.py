@@ -22,6 +22,7 @@ from paceline.training.config import OuterConfig, ParallelConfig, RunConfig
 from paceline.training.metrics import EXCHANGED, EvaluationRow, EventRow, MetricsFile
 from paceline.training.run_directory import audit_run
 from tests import devices
+from tests.distributed.faulty_runs import Poison, train_faulty
 from tests.distributed.outer_programs import groups
 from tests.distributed.small_runs import changed, losses_of, small_run, train_rank
 
@@ -120,6 +121,32 @@ def test_sites_go_back_to_a_step_that_all_have(config: RunConfig, rank_pool: Poo
     assert started[-1].startswith("from step 7,")
     steps = [found.step for found in list_checkpoints(str(pathlib.Path(whole.out) / "checkpoints"))]
     assert sorted(steps) == [*range(1, 14)]
+
+
+@pytest.mark.parametrize(("answer", "window"), [("skip", (6,)), ("rollback", (5, 6))])
+def test_sites_skip_and_go_back_together(
+    config: RunConfig, rank_pool: Pools, answer: str, window: tuple[int, ...]
+) -> None:
+    # What is sent after step 4 is in flight when step 6 fails.
+    without = _sites(config, f"without-{answer}", "ddp", fragments=1, delay_steps=3)
+    without = changed(
+        without,
+        f"without-{answer}",
+        training={"steps": 9, "micro_batch_size": 4},  # One pass in a step.
+        evaluation={"sequences": 0},
+    )
+    rank_pool(2).run(train_faulty, without, (), (), window)
+    faulty = changed(
+        without, f"faulty-{answer}", watch={"on_nonfinite": answer}, checkpoint={"every_steps": 4}
+    )
+    poison = Poison(rank=1, passes=(6,))
+    outcomes = rank_pool(2).run(train_faulty, faulty, (), (poison,), ())
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert losses_of(faulty) == losses_of(without)
+    for site in (0, 1):
+        expected, found = _saved(without, site, 9), _saved(faulty, site, 9)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_site_goes_on_alone(config: RunConfig, rank_pool: Pools) -> None:

@@ -153,6 +153,7 @@ def load_outer_state(source: Source, outer: OuterLoop, session: Session, *, is_n
         )
     saved = of_rank[_OUTER]
     outer.require_loadable(saved)
+    outer.forget_flight()  # Its result may be what the run goes back from.
     state = outer.state_dict()
     state.update(saved, fragments=state["fragments"])
     flight = state["in_flight"]

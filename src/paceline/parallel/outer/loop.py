@@ -226,7 +226,7 @@ class OuterLoop:
             state: What `state_dict` has returned.
         """
         self.require_loadable(state)
-        self._forget_flight()
+        self.forget_flight()
         self._states = [
             self._loaded(own, found)
             for own, found in zip(self._states, state["fragments"], strict=True)
@@ -261,13 +261,16 @@ class OuterLoop:
 
         All ranks of all sites must call it.
         """
-        self._forget_flight()
+        self.forget_flight()
         self._step = self._num_exchanges = 0
         self._last_sent = [0] * self.settings.fragments
         self._states = self._first_states()
 
-    def _forget_flight(self) -> None:
-        """Waits for an exchange whose result is not used, so that no site lacks its messages."""
+    def forget_flight(self) -> None:
+        """Waits for the exchange in flight and drops its result, as before another state is loaded.
+
+        No site lacks its messages then. All ranks of all sites must call it.
+        """
         if self._flight is not None and self._flight.pending is not None:
             self._flight.pending.wait()
         self._flight = None
