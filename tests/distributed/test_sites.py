@@ -1,6 +1,5 @@
 """Tests of the lab's sites: what their uplinks carry, delay, lose and share, and who is where."""
 
-import concurrent.futures
 import os
 import pathlib
 import re
@@ -53,7 +52,7 @@ def _shortest_round_trip_ms(host: Host, other: Host) -> float:
 def test_ranks_know_their_site_and_the_rates_of_both_levels() -> None:
     script = "echo r=$RANK g=$GROUP_RANK a=$MASTER_ADDR s=$PACELINE_SITE/$PACELINE_NUM_SITES "
     script += "$PACELINE_MEASURED_LINK_RATE_BITS_PER_S $PACELINE_MEASURED_SITE_RATE_BITS_PER_S >&2"
-    shape = ("--sites", "2", "--hosts", "2", "--rate", "200mbit", "--site-rate", "20mbit")
+    shape = ("--sites", "2", "--hosts", "2", "--rate", "50mbit", "--site-rate", "10mbit")
     result = _lab_run(*shape, "--ranks-per-host", "2", "--", "sh", "-c", script)
     assert result.returncode == 0, result.stderr
     said = sorted(line for line in result.stderr.splitlines() if " | " in line)
@@ -65,9 +64,10 @@ def test_ranks_know_their_site_and_the_rates_of_both_levels() -> None:
     ]
     (inside, across), *others = [line.split() for line in rates]
     assert not others
-    assert float(inside) == pytest.approx(0.956 * 200e6, rel=0.1)
-    assert float(across) == pytest.approx(0.956 * 20e6, rel=0.1)
-    assert "measured bandwidth between sites 19 Mbit/s" in result.stderr
+    # Busy cores can slow a sender down; the slow test below measures until they do not.
+    assert 0.5 * 10e6 < float(across) < 1.02 * 10e6 < float(inside) < 1.02 * 50e6
+    for text, rate in (("link bandwidth", inside), ("bandwidth between sites", across)):
+        assert f"measured {text} {float(rate) / 1e6:.0f} Mbit/s" in result.stderr
 
 
 @pytest.mark.slow
@@ -84,21 +84,67 @@ def test_a_shaped_uplink_carries_its_rate(delay_s: float) -> None:
         assert 0.85 * rate < max(across) < 1.02 * rate
 
 
+_RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 15001)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+connection.recv(1)
+began = time.monotonic()
+while connection.recv(1 << 16):
+    pass
+print(began, time.monotonic())
+"""
+_SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 15001)) as connection:
+    print("connected", flush=True)
+    sys.stdin.readline()
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def _rate_together(ways: list[tuple[Host, Host]], num_bytes: int) -> float:
+    """Returns the rate of transfers that begin at once, from the first byte to the very last."""
+    started = []
+
+    def start(host: Host, *words: str) -> "subprocess.Popen[str]":
+        command = [*host.prefix, sys.executable, "-c", *words]
+        started.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline() in ("listening\n", "connected\n")
+        return started[-1]
+
+    try:
+        receivers = [start(receiver, _RECEIVE, receiver.address) for _, receiver in ways]
+        for sender in [start(host, _SEND, to.address, str(num_bytes)) for host, to in ways]:
+            assert sender.stdin is not None
+            sender.stdin.write("\n")
+            sender.stdin.flush()
+        times = [receiver.communicate(timeout=60)[0].split() for receiver in receivers]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    began, ended = zip(*times, strict=True)
+    return 8 * num_bytes * len(ways) / (max(map(float, ended)) - min(map(float, began)))
+
+
 def test_the_hosts_of_a_site_share_its_uplink_in_both_directions() -> None:
     rate = 40e6
-    with (
-        sites(3, 2, uplink=LinkShape(rate_bits_per_s=rate)) as (here, *others),
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
+    with sites(3, 2, uplink=LinkShape(rate_bits_per_s=rate)) as (here, *others):
         away = [site.hosts[0] for site in others]
-        received = list(pool.map(measure_link, away, here.hosts, [rate] * 2))
-        sent = list(pool.map(measure_link, here.hosts, away, [rate] * 2))
-    # A stream may run in the pauses of the other; with a line for each, the sum would be doubled.
-    for measured in (received, sent):
-        assert 0.8 * rate < sum(measured) < 1.25 * rate
+        # Busy cores can make this slower, but only a line for each host makes it faster.
+        for ways in (zip(away, here.hosts, strict=True), zip(here.hosts, away, strict=True)):
+            assert _rate_together(list(ways), 3_000_000) < 1.02 * rate
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["bridge", "relay"])
+@pytest.mark.parametrize(
+    "delay_s",
+    [pytest.param(0.0, id="bridge"), pytest.param(0.02, id="relay", marks=pytest.mark.slow)],
+)
 def test_a_cut_uplink_separates_sites_and_not_their_hosts(
     delay_s: float, tmp_path: pathlib.Path
 ) -> None:
