@@ -180,16 +180,26 @@ def test_only_what_crosses_an_uplink_is_lost_there() -> None:
     assert 20 < lost[1] < 52
 
 
-def test_the_example_of_two_sites() -> None:
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / "two_sites.py"], capture_output=True, text=True, check=True
-    )
+@pytest.mark.parametrize(
+    "is_privileged",
+    [pytest.param(True, id="root"), pytest.param(False, id="user", marks=pytest.mark.slow)],
+)
+def test_the_example_of_two_sites(is_privileged: bool) -> None:
+    # Root of a user namespace may make networks, and is an ordinary user for the rest.
+    as_user = () if is_privileged else ("unshare", "--map-root-user")
+    if subprocess.run([*as_user, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this kernel allows ordinary users no user namespaces")
+    command = [*as_user, sys.executable, EXAMPLES / "two_sites.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     said = dict(line.split(": ") for line in result.stdout.splitlines())
     assert list(said) == ["inside a site", "between sites", "cut", "up again"]
     assert said["cut"] == "no answer"
     inside, *across = (int(said.pop(key).removesuffix(" ms")) for key in list(said) if key != "cut")
-    assert inside < 20
-    assert all(40 <= each < 60 for each in across)
+    assert all(each >= 40 for each in across)
+    if is_privileged:
+        # Only root's relay never waits for a core.
+        assert inside < 20
+        assert all(each < 60 for each in across)
 
 
 @pytest.mark.slow
