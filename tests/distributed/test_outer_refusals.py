@@ -1,5 +1,6 @@
 """What sites of an outer loop refuse, all of them, and that nothing is applied then."""
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,14 +62,15 @@ def _refusal(
     )
     for step in range(5):
         _step(model, optimizer, rank, step)
-    before = outer.state_dict()
 
     def go_on() -> None:
         for step in range(5, 6 + delay_steps):
             _step(model, optimizer, rank, step)
 
-    with harm(rank, model, outer), pytest.raises(PacelineError) as raised:
-        go_on()
+    with harm(rank, model, outer):
+        before = copy.deepcopy(outer.state_dict())
+        with pytest.raises(PacelineError) as raised:
+            go_on()
     after = outer.state_dict()
     assert {**before, "step": after["step"]}.keys() == after.keys()
     for name in ("num_exchanges", "last_sent", "in_flight"):
