@@ -63,7 +63,7 @@ _SLOW_ON_ACCELERATORS = (
         f"tests/distributed/test_{name}.py"
         for name in (
             *("capture", "checkpoint_memory", "exchange", "hugging_face", "initial_parts"),
-            *("layout_benchmark", "layout_memory", "model_states", "prediction_messages"),
+            *("layout_benchmark", "model_states", "prediction_messages"),
             *("samples", "watch_corruption", "watch_losses"),
         )
     ),

@@ -85,6 +85,7 @@ def _error_of(rank: int, world_size: int) -> str:
     return "no error"
 
 
+@pytest.mark.host("NCCL ends a rank whose messages do not come")
 @pytest.mark.slow
 def test_the_other_stages_end_with_an_error_of_their_own() -> None:
     with DevicePool(2, timeout_s=20, run_timeout_s=120) as pool:
@@ -93,6 +94,7 @@ def test_the_other_stages_end_with_an_error_of_their_own() -> None:
     assert "Timed out" in first
 
 
+@pytest.mark.host("compilers need kernels")
 @pytest.mark.slow
 def test_compiled_blocks_in_a_pipeline(config: RunConfig, rank_pool: Pools) -> None:
     plain = changed(config, "plain", parallel={"pipeline": 2})

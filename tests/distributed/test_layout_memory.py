@@ -14,6 +14,8 @@ from paceline.parallel import RankPool
 from paceline.predict.trainer_memory import trainer_memory
 from tests import devices
 
+# Those of accelerators are compared in tests/emulated/test_memory.py.
+pytestmark = pytest.mark.host("the forecasts are a CPU's")
 Pools = Callable[[int], RankPool]
 _LEAST_OF_ZERO_3 = 0.8
 _TINY = ShapeOverrides(num_layers=4, d_model=128, d_ff=384, num_heads=4, num_kv_heads=2)
