@@ -82,8 +82,8 @@ def _interrupt_preparation(tmp_path: pathlib.Path, *words: str) -> tuple[int, st
     """Interrupts a preparation that has written a shard; returns its end, and its workers."""
     with start_python(tmp_path, "paceline", *words) as first:
         until(lambda: any((tmp_path / words[-1]).rglob("*.tokens")) or first.poll() is not None)
-        workers = children_of(first.pid) if first.poll() is None else []
-        if workers:  # As a terminal does: every process of the group.
+        workers = children_of(first.pid)
+        if first.poll() is None:  # As a terminal does: every process of the group.
             os.killpg(first.pid, signal.SIGINT)
         _, stderr = first.communicate(timeout=60)
     return first.returncode, stderr, workers

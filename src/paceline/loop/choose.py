@@ -224,6 +224,11 @@ def _candidates(
     base: RunConfig, run: PlannedRun, ranks: Sequence[int], calibration: pathlib.Path
 ) -> list[LayoutCandidate]:
     """Returns every strategy on every number of ranks, in ascending order of predicted time."""
+    if base.parallel.compression != "none" or base.parallel.outer.sites > 1:
+        raise UsageError(
+            "the loop predicts steps that average whole gradients; leave parallel.compression none "
+            "and parallel.outer.sites 1 in the config"
+        )
     found = []
     for count in ranks:
         if count > run.batch_size:

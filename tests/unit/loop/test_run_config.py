@@ -22,7 +22,7 @@ from paceline.loop.on_paper import expected_final
 from paceline.loop.run_config import DECIDED, ladder_of, run_config
 from paceline.loop.sweep_design import PlannedRun, Rule, SweepSpec, batch_runs, first_runs
 from paceline.loop.sweep_directory import SweepDirectory
-from paceline.training.config import RunConfig
+from paceline.training.config import OuterConfig, RunConfig
 from paceline.training.forecast import forecast
 from paceline.training.toml_config import decode_config
 from tests.unit.loop.fake_machine import SPEC as LOOP_SPEC
@@ -30,6 +30,7 @@ from tests.unit.loop.fake_machine import make_runner
 from tests.unit.loop.fake_runs import BASE, SPEC, FakeExecutor, make_sweep_runner
 
 _VALUES: dict[str, Any] = {
+    "parallel.outer": OuterConfig(every_steps=7),
     "out": "elsewhere",
     "model.preset": "bytes-34M",
     "model.vocab_size": 300,

@@ -62,6 +62,7 @@ def test_a_rank_goes_on_with_its_own_random_numbers(rank: int, world_size: int) 
     """Of another number of ranks, nobody's numbers are continued."""
     checkpointer = cast(Any, SimpleNamespace())
     checkpointer._session = SimpleNamespace(rank=rank, world_size=world_size, device=CPU)
+    checkpointer._num_ranks = world_size
     ranks = _random_states(2)
     restored = SimpleNamespace(step=7, identity={"data": {"samples": 3}}, ranks=ranks)
     position = _Position()
@@ -136,10 +137,11 @@ def test_a_diverged_state_is_saved_apart_after_what_is_being_written(
 ) -> None:
     calls: list[object] = []
     checkpointer = _checkpointer(monkeypatch, calls, asynchronous=True)
-    assert calls == [("checkpoints", {"keep": 3, "asynchronous": True})]
+    assert calls == [("checkpoints", {"keep": 3, "asynchronous": True, "group": None})]
     calls.clear()
-    assert checkpointer.save_diverged(41, cast(Any, None), _Position()).endswith("diverged")
-    only_one = ("diverged", {"keep": 1, "asynchronous": False})
+    train_state = cast(Any, SimpleNamespace(outer=None))
+    assert checkpointer.save_diverged(41, train_state, _Position()).endswith("diverged")
+    only_one = ("diverged", {"keep": 1, "asynchronous": False, "group": None})
     assert calls == ["wait", only_one, "save 41", "close"]
 
 

@@ -62,6 +62,7 @@ def _step(
         optimizers={"sgd": torch.optim.SGD(model.parameters(), lr=RATE)},
         data_shard=shard or DataShard.of_data_parallel(0, 1),
         parallel_model=None,
+        outer=None,
     )
     return TrainingStep(config, cast(TrainState, train_state), torch.device("cpu"), **others)
 
